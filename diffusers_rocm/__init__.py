@@ -1,0 +1,18 @@
+"""Multi-GPU inference for diffusion transformers: an extension of Hugging Face diffusers."""
+
+__version__ = "0.1.0"
+
+from ._requirements import check_requirements
+
+
+check_requirements()
+
+from .distributed import init  # noqa: E402
+from .models._modeling_parallel import TensorParallelConfig  # noqa: E402
+from .models.plans.verify import verify_plan  # noqa: E402
+from .registration import register, unregister  # noqa: E402
+
+
+register()
+
+__all__ = ["TensorParallelConfig", "init", "register", "unregister", "verify_plan"]

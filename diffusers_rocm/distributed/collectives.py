@@ -1,0 +1,148 @@
+"""The collectives that the package uses, each in a form that works eagerly, compiled, and on any backend.
+
+Eager code calls `torch.distributed` in place: no wrapper tensor, no extra copy. Under `torch.compile` the functional
+collectives are called, which the compiler traces and schedules without a graph break.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from .axis import Axis
+
+
+# torch 2.13 renamed it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum of `x` (any shape, contiguous) over the axis. Eagerly `x` itself is overwritten."""
+    if axis.size == 1:
+        return x
+    if torch.compiler.is_compiling():
+        return funcol.all_reduce(x, "sum", axis.group)
+    dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def all_gather_last(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """Concatenate `x` [..., sizes[rank]] of all ranks along the last dim: [..., sum(sizes)].
+
+    The sizes may differ by rank: shorter slices are padded for the exchange, which no backend does unevenly.
+    """
+    if axis.size == 1:
+        return x
+    longest = max(sizes)
+    padded = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
+    if torch.compiler.is_compiling():
+        stacked = funcol.all_gather_tensor(padded[None], 0, axis.group)
+    else:
+        stacked = padded.new_empty((axis.size, *padded.shape))
+        _all_gather(stacked, padded[None], group=axis.group)
+    return torch.cat([part[..., :size] for part, size in zip(stacked.unbind(0), sizes, strict=True)], dim=-1)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
+        ctx.start, ctx.length = sum(sizes[: axis.rank]), sizes[axis.rank]
+        return all_gather_last(x, sizes, axis)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.narrow(-1, ctx.start, ctx.length), None, None
+
+
+def _needs_grad(x: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def copy_to_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A replicated tensor enters a sharded region: identity; the gradients of the ranks are summed.
+
+    This is `f` of Megatron-LM (Shoeybi et al., 2019, section 3); `reduce_from_axis` is its conjugate `g`.
+    """
+    return _Copy.apply(x, axis) if _needs_grad(x) else x
+
+
+def reduce_from_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Partial sums leave a sharded region: their sum over the axis; the gradient passes as it is."""
+    return _Reduce.apply(x, axis) if _needs_grad(x) else all_reduce(x, axis)
+
+
+def sum_over_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Partial sums that stay inside a sharded region: summed over the axis, and so are their gradients."""
+    return _Sum.apply(x, axis) if _needs_grad(x) else all_reduce(x, axis)
+
+
+def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """Slices of the last dim leave a sharded region: all of them; each rank takes its slice of the gradient."""
+    return _Gather.apply(x, sizes, axis) if _needs_grad(x) else all_gather_last(x, sizes, axis)
+
+
+def broadcast_from_first(value: Any, axis: Axis) -> Any:
+    """Make `value` the same on all ranks of the axis: everyone gets the first rank's.
+
+    `value` is a tensor, or a list, tuple or dict of them; anything else is returned untouched. Structure, shapes and
+    dtypes must agree between the ranks. What counts is the returned value: a tensor that has to move to the axis'
+    device first is received into a buffer there, never into a temporary that is thrown away.
+
+    Returns:
+        The value, each tensor on its own device, equal on all ranks.
+    """
+    if axis.size == 1:
+        return value
+    if isinstance(value, torch.Tensor):
+        buffer = value.detach().to(axis.device, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(buffer, src=axis.first, group=axis.group)
+        return buffer.to(value.device)
+    if isinstance(value, dict):
+        return {key: broadcast_from_first(item, axis) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [broadcast_from_first(item, axis) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def all_gather_int64(row: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`row` [n] int64 of every rank: [axis.size, n], on the CPU."""
+    if axis.size == 1:
+        return row[None].cpu()
+    row = row.to(axis.device)
+    rows = row.new_empty((axis.size, *row.shape))
+    _all_gather(rows, row[None], group=axis.group)
+    return rows.cpu()

@@ -1,0 +1,203 @@
+"""Tensor parallelism with plain local tensors (Shoeybi et al., 2019, "Megatron-LM").
+
+A plan names a style for each module; a style says which slices of its parameters a rank keeps and which module it
+becomes. The model's own, unmodified forward then runs on every rank. Nothing else happens: no DTensor, no hooks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from torch import nn
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import broadcast_from_first
+from ..distributed.sharding import Block, Shard
+from ..models.plans.plan import TensorParallelPlan, match
+from . import tensor_parallel_layers as layers
+
+
+@dataclass(frozen=True)
+class Style:
+    """What happens to the modules of a rule.
+
+    Attributes:
+        accepts: the classes it can take, exactly these: a subclass may compute something else.
+        becomes: the class of the sharded module; None leaves it.
+        weight_dim: the dim of the weight that is cut; None for a module without weights of its own.
+        bias_dim: the same for the bias; None keeps it whole, on the first rank alone.
+    """
+
+    accepts: tuple[type, ...] = ()
+    becomes: type | None = None
+    weight_dim: int | None = None
+    bias_dim: int | None = None
+
+    def shards(self, module: nn.Module, blocks: tuple[Block, ...]) -> dict[str, Shard]:
+        """Parameter name -> layout, for the parameters that this style cuts."""
+        if self.weight_dim is None:
+            return {}
+        shards = {"weight": Shard(self.weight_dim, blocks)}
+        if getattr(module, "bias", None) is not None:
+            shards["bias"] = Shard(self.bias_dim, blocks if self.bias_dim is not None else ())
+        return shards
+
+
+STYLES: dict[str, Style] = {
+    "column": Style((nn.Linear,), layers.ColumnParallelLinear, weight_dim=0, bias_dim=0),
+    "row": Style((nn.Linear,), layers.RowParallelLinear, weight_dim=1, bias_dim=None),
+    "gather": Style((nn.Linear,), layers.GatheredColumnLinear, weight_dim=0, bias_dim=0),
+    "norm": Style((nn.RMSNorm, DiffusersRMSNorm), layers.ShardedRMSNorm, weight_dim=0, bias_dim=0),
+    "head_norm": Style((nn.RMSNorm,), layers.HeadRMSNorm),
+    "heads": Style(),
+    "flux_ip_adapter": Style((FluxIPAdapterAttnProcessor,), layers.ShardedFluxIPAdapterAttnProcessor),
+    "replicate": Style(),
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A rule that met a module: what will be done to it."""
+
+    path: str
+    module: nn.Module
+    style: str
+    shards: dict[str, Shard]
+
+
+def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Placement]:
+    """Match the plan with the model. Reads shapes only, so a model on meta will do; changes nothing.
+
+    Modules that are sharded already are passed over.
+
+    Raises:
+        ValueError: a rule that matches nothing, a module that its style cannot take, a degree that is too high.
+    """
+    for name, count in plan.head_counts(model.config).items():
+        if world > count:
+            raise ValueError(
+                f"tp={world} exceeds the {count} attention {name} of this {type(model).__name__}; use tp <= {count}"
+            )
+    placements = []
+    for rule, rule_style, found in match(model, plan.rules):
+        name, _, argument = rule_style.partition(":")
+        style = STYLES[name]
+        if not found and not rule.endswith("?"):
+            raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {rule!r}")
+        for path, module in found:
+            if hasattr(module, "sharding"):
+                continue
+            if style.accepts and type(module) not in style.accepts:
+                accepted = " or ".join(cls.__name__ for cls in style.accepts)
+                raise ValueError(
+                    f"{path} is a {type(module).__name__} and cannot be sharded, only a {accepted} can: fuse "
+                    "and unload adapters (fuse_lora, unload_lora_weights) and load the model unquantised"
+                )
+            blocks: tuple[Block, ...] = ()
+            if style.weight_dim is not None:
+                if type(module.weight.data) is not torch.Tensor:
+                    raise ValueError(
+                        f"the weight of {path} is a {type(module.weight.data).__name__} and cannot be cut: enable "
+                        "parallelism on the unquantised model, then quantise its shards"
+                    )
+                blocks = plan.blocks(argument or "mlp", module.weight.shape[style.weight_dim], model.config, world)
+                short = [block for block in blocks if block.size // block.unit < world]
+                if short:
+                    raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
+            placements.append(Placement(path, module, name, style.shards(module, blocks)))
+    return placements
+
+
+def shard_modules(placements: list[Placement], axis: Axis, from_first: bool = False) -> None:
+    """Turn each placed module into this rank's part of it.
+
+    With `from_first` the slices are those of the first rank's weights, sent one parameter at a time.
+    """
+    for placement in placements:
+        module, style = placement.module, STYLES[placement.style]
+        if placement.style == "replicate":
+            continue
+        attributes: dict[str, Any] = {"__class__": type(module)}
+        shapes = {}
+        for name, shard in placement.shards.items():
+            parameter = getattr(module, name)
+            shapes[name] = parameter.shape
+            full = broadcast_from_first(parameter.detach(), axis) if from_first else parameter.detach()
+            _set_parameter(module, name, shard.take(full, axis.rank, axis.size), parameter.requires_grad)
+        if placement.style == "heads":
+            attributes["heads"] = module.heads
+            start, stop = Block(module.heads, 1).bounds(axis.rank, axis.size)
+            module.heads = stop - start
+        if isinstance(module, nn.Linear):
+            attributes.update(in_features=module.in_features, out_features=module.out_features)
+            module.out_features, module.in_features = module.weight.shape
+        if style.becomes is not None:
+            module.__class__ = style.becomes
+        module.sharding = layers.Sharding(axis, placement.shards, shapes, attributes)
+
+
+def unshard_modules(model: nn.Module) -> None:
+    """Gather every sharded module back to what it was, in the order of the model's modules, on all ranks."""
+    for module in sharded_modules(model):
+        sharding = module.sharding
+        for name in sharding.shards:
+            requires_grad = module.weight.requires_grad
+            _set_parameter(module, name, gather_parameter(module, name), requires_grad)
+        for name, value in sharding.attributes.items():
+            setattr(module, name, value)
+        del module.sharding
+
+
+def sharded_modules(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in list(model.modules()) if hasattr(module, "sharding"))
+
+
+def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> torch.Tensor | None:
+    """The full parameter of a sharded module, on the device of its shard. All ranks of the axis must call it.
+
+    A rank that says `assemble=False` takes part but keeps nothing, and gets None.
+    """
+    sharding = module.sharding
+    axis, shard, shape = sharding.axis, sharding.shards[name], sharding.shapes[name]
+    local, like = getattr(module, name), module.weight
+    full = like.new_empty(shape) if assemble else None
+    sources = range(axis.size) if shard.dim is not None else (0,)
+    for rank in sources:
+        if rank == axis.rank:
+            buffer = local.detach().to(axis.device).contiguous()
+        else:
+            part = shape if shard.dim is None else shard.local_shape(shape, rank, axis.size)
+            buffer = like.new_empty(part, device=axis.device)
+        if axis.size > 1:
+            dist.broadcast(buffer, src=dist.get_global_rank(axis.group, rank), group=axis.group)
+        if assemble and shard.dim is None:
+            full.copy_(buffer)
+        elif assemble:
+            shard.put(full, buffer, rank, axis.size)
+    return full
+
+
+def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
+    """`fuse_projections` on a sharded attention made a plain Linear of local slices: say what it holds."""
+    module, shardings = getattr(attention, fused), [getattr(attention, part).sharding for part in parts]
+    axis = shardings[0].axis
+    shards, shapes = {}, {}
+    for name in shardings[0].shards:
+        blocks = tuple(block for sharding in shardings for block in sharding.shards[name].blocks)
+        shards[name] = Shard(0, blocks)
+        shapes[name] = torch.Size((sum(block.size for block in blocks), *shardings[0].shapes[name][1:]))
+    attributes = {
+        "__class__": type(module),
+        "in_features": module.in_features,
+        "out_features": shapes["weight"][0],
+    }
+    module.__class__ = layers.ColumnParallelLinear
+    module.sharding = layers.Sharding(axis, shards, shapes, attributes)
+
+
+def _set_parameter(module: nn.Module, name: str, value: torch.Tensor | None, requires_grad: bool) -> None:
+    setattr(module, name, None if value is None else nn.Parameter(value, requires_grad=requires_grad))

@@ -1,0 +1,123 @@
+"""The modules that a sharded model is made of.
+
+Each holds its slice as a plain Parameter and stays an instance of what it was, so that PEFT, torchao, offloading and
+`state_dict` see an ordinary Linear. A module becomes one of these in place, by its class: every reference to it, and
+every hook on it, stays good.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+from torch import nn
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, sum_over_axis
+from ..distributed.sharding import Shard
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a sharded module knows about itself, in its attribute `sharding`.
+
+    Attributes:
+        axis: the ranks that hold the rest.
+        shards: parameter name -> its layout.
+        shapes: parameter name -> its full shape.
+        attributes: what sharding overwrote, as it was: class and sizes.
+    """
+
+    axis: Axis
+    shards: dict[str, Shard] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class ColumnParallelLinear(nn.Linear):
+    """A slice of the output features; the input is replicated, the output stays sharded."""
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(copy_to_axis(x, self.sharding.axis), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """A slice of the input features; the input is sharded, the output is the sum over the ranks.
+
+    The bias is on the first rank alone, where the matrix product adds it.
+    """
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_from_axis(F.linear(x, self.weight, self.bias), self.sharding.axis)
+
+
+class GatheredColumnLinear(nn.Linear):
+    """A slice of the output features; the input is replicated, and so is the output, which is gathered.
+
+    For weights that are large where their output is small, such as the modulation of adaptive layer norms.
+    """
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        axis, shard = self.sharding.axis, self.sharding.shards["weight"]
+        sizes = tuple(shard.size(rank, axis.size) for rank in range(axis.size))
+        return gather_from_axis(F.linear(copy_to_axis(x, axis), self.weight, self.bias), sizes, axis)
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """RMSNorm within a head: replicated, but each rank sees its own heads only, so the gradients must be summed."""
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else copy_to_axis(self.weight, self.sharding.axis)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over a dim that is sharded (q and k normalised across all heads): one all-reduce of one float a row.
+
+    Stands in for `torch.nn.RMSNorm` and for diffusers' `RMSNorm`; the sum of squares is in float32 as theirs is.
+    """
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        full = self.sharding.shapes["weight"][-1]
+        squares = sum_over_axis(x.float().pow(2).sum(-1, keepdim=True), self.sharding.axis)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        normed = x.float() * torch.rsqrt(squares / full + eps)
+        normed = (normed.to(self.weight.dtype) * self.weight).to(x.dtype)
+        bias = getattr(self, "bias", None)
+        return normed if bias is None else normed + bias
+
+
+class ShardedFluxIPAdapterAttnProcessor(FluxIPAdapterAttnProcessor):
+    """The processor over this rank's heads. No row projection follows the image prompt's attention: it is gathered."""
+
+    sharding: Sharding
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, ip_hidden_states=None, **kwargs):
+        if encoder_hidden_states is None:
+            return super().__call__(attn, hidden_states, None, *args, ip_hidden_states=ip_hidden_states, **kwargs)
+        # With no image prompts the parent answers zeros for them, of the gathered shape.
+        hidden, encoder, prompted = super().__call__(
+            attn, hidden_states, encoder_hidden_states, *args, ip_hidden_states=[], **kwargs
+        )
+        axis = self.sharding.axis
+        sizes = tuple(self.to_k_ip[0].sharding.shards["weight"].size(rank, axis.size) for rank in range(axis.size))
+        query = attn.norm_q(attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1)))
+        for tokens, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=True):
+            key, value = (project(tokens).unflatten(-1, (attn.heads, -1)).flatten(1, -3) for project in (to_k, to_v))
+            out = dispatch_attention_fn(
+                query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
+            )
+            prompted = prompted + scale * gather_from_axis(out.flatten(2).to(query.dtype), sizes, axis)
+        return hidden, encoder, prompted

@@ -1,0 +1,188 @@
+"""Write a sharded model as the full checkpoint that a single process would have written.
+
+safetensors' own `save_file` wants all tensors at once. Its file format is an index followed by the tensors' bytes, so
+the index is written first and each tensor when it has been gathered: the writer never holds more than one.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME, _add_variant
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import nn
+
+from ..hooks.tensor_parallel import gather_parameter
+
+
+# https://huggingface.co/docs/safetensors, "Format"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class _Entry:
+    """One tensor of the full checkpoint: its name, shape and dtype, and how to get it."""
+
+    def __init__(self, name: str, module: nn.Module, attribute: str):
+        self.name, self.module, self.attribute = name, module, attribute
+        tensor = getattr(module, attribute)
+        sharding = getattr(module, "sharding", None)
+        self.sharded = sharding is not None and attribute in sharding.shards
+        self.shape = tuple(sharding.shapes[attribute] if self.sharded else tensor.shape)
+        # A row-parallel bias is absent on all ranks but the first; it has the dtype of its weight.
+        self.dtype = module.weight.dtype if tensor is None else tensor.dtype
+        self.nbytes = torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def get(self, assemble: bool) -> torch.Tensor | None:
+        if self.sharded:
+            return gather_parameter(self.module, self.attribute, assemble)
+        return getattr(self.module, self.attribute).detach() if assemble else None
+
+
+def _entries(model: nn.Module) -> Iterator[_Entry]:
+    for path, module in model.named_modules():
+        names = [name for name in module._parameters if module._parameters[name] is not None]
+        names += [name for name in getattr(getattr(module, "sharding", None), "shards", ()) if name not in names]
+        names += [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for name in names:
+            yield _Entry(f"{path}.{name}" if path else name, module, name)
+
+
+def _header(entries: list[_Entry]) -> bytes:
+    index: dict = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        index[entry.name] = {
+            "dtype": _DTYPES[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(index).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class _Folder:
+    """The files that one rank writes. The first OSError is kept and ends the writing, but not the gathering: every
+    rank is needed for that, so a full disk must not leave the others waiting."""
+
+    def __init__(self, path: Path, active: bool):
+        self.path, self.active, self.error = path, active, None
+        self._file: BinaryIO | None = None
+        self._written: list[Path] = []
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        if self.active and self.error is None:
+            try:
+                action()
+            except OSError as error:
+                self.error = error
+
+    def prepare(self, model: nn.Module) -> None:
+        self._attempt(lambda: self.path.mkdir(parents=True, exist_ok=True))
+        self._attempt(lambda: model.save_config(self.path))
+
+    def begin(self, name: str, header: bytes) -> None:
+        def action():
+            self._written.append(self.path / name)
+            self._file = open(self._partial(self._written[-1]), "wb")
+            self._file.write(header)
+
+        self._attempt(action)
+
+    def write(self, tensor: torch.Tensor | None) -> None:
+        self._attempt(lambda: self._file.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data))
+
+    def end(self) -> None:
+        self._attempt(lambda: self._file.close())
+
+    def commit(self, stem: str, index: tuple[str, dict] | None) -> None:
+        """Every file is complete: give them their names, and drop what an earlier save left under this one."""
+
+        def action():
+            stale = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+            for old in self.path.iterdir():
+                if stale.fullmatch(old.name):
+                    old.unlink()
+            for file in self._written:
+                self._partial(file).rename(file)
+            if index is not None:
+                (self.path / index[0]).write_text(json.dumps(index[1], indent=2, sort_keys=True) + "\n")
+
+        self._attempt(action)
+        if self.error is not None:
+            if self._file is not None:
+                self._file.close()
+            for file in self._written:
+                self._partial(file).unlink(missing_ok=True)
+
+    @staticmethod
+    def _partial(file: Path) -> Path:
+        return file.with_name(file.name + ".partial")
+
+
+def save_checkpoint(
+    model: nn.Module,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    save_function: Callable | None = None,
+    safe_serialization: bool = True,
+    variant: str | None = None,
+    max_shard_size: int | str = "10GB",
+    push_to_hub: bool = False,
+) -> None:
+    """`save_pretrained` of a sharded model. Every rank must call it; global rank 0 writes and the others wait.
+
+    Raises:
+        ValueError: options that a sharded model cannot be saved with.
+        OSError: rank 0 could not write; raised on every rank. An earlier checkpoint in the folder is then untouched.
+    """
+    if not safe_serialization or save_function is not None or push_to_hub:
+        raise ValueError(
+            "a sharded model is saved as safetensors in a local folder: save_function, safe_serialization=False and "
+            "push_to_hub are not supported; call disable_parallelism() first to use them"
+        )
+    axis = model.parallelism.axis
+    folder = _Folder(Path(save_directory), active=dist.get_rank() == 0)
+    # On a mesh with further axes the other groups hold the same weights and have nothing to do.
+    if axis.first == 0:
+        _save(model, folder, variant, max_shard_size)
+    failed = torch.tensor([folder.error is not None], dtype=torch.int32, device=axis.device)
+    dist.broadcast(failed, src=0)
+    if folder.error is not None:
+        raise folder.error
+    if failed.item():
+        raise OSError(f"rank 0 could not save the model to {save_directory}; it has the error")
+
+
+def _save(model: nn.Module, folder: _Folder, variant: str | None, max_shard_size: int | str) -> None:
+    entries = {entry.name: entry for entry in _entries(model)}
+    stem = _add_variant(SAFETENSORS_WEIGHTS_NAME, variant).removesuffix(".safetensors")
+    split = split_state_dict_into_shards_factory(
+        entries,
+        get_storage_size=lambda entry: entry.nbytes,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    folder.prepare(model)
+    for filename, names in split.filename_to_tensors.items():
+        chosen = [entries[name] for name in names]
+        folder.begin(filename, _header(chosen))
+        for entry in chosen:
+            folder.write(entry.get(assemble=folder.active))
+        folder.end()
+    index = None
+    if split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        index = (_add_variant(SAFE_WEIGHTS_INDEX_NAME, variant), content)
+    folder.commit(stem, index)

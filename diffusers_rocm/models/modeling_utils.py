@@ -1,0 +1,180 @@
+"""What `registration.py` puts on diffusers' models: enabling, disabling, saving and loading under our configs."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+from torch import nn
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import broadcast_from_first
+from ..hooks.tensor_parallel import (
+    adopt_fused_projection,
+    resolve,
+    shard_modules,
+    sharded_modules,
+    unshard_modules,
+)
+from ..hooks.weight_agreement import first_difference
+from ..loaders.save import save_checkpoint
+from ._modeling_parallel import TensorParallelConfig
+from .plans import get_tensor_parallel_plan
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What a parallel model knows about itself, in its attribute `parallelism`."""
+
+    config: TensorParallelConfig
+    axis: Axis
+
+
+def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:
+    """Shard `model` in place. Everything is checked before anything changes.
+
+    Where the ranks' weights differ (random initialisation without a common seed), the first rank's are taken, and a
+    warning says so.
+
+    Raises:
+        ValueError: the model or the config cannot be sharded; the message says what would work.
+    """
+    name = type(model).__name__
+    if getattr(model, "parallelism", None) is not None or getattr(model, "_parallel_config", None) is not None:
+        current = getattr(model, "parallelism", None) or model._parallel_config
+        raise ValueError(
+            f"this {name} is parallel already ({getattr(current, 'config', current)}); call disable_parallelism() "
+            f"before enabling {config}"
+        )
+    plan = get_tensor_parallel_plan(model)
+    placements = resolve(model, plan, config.tp)
+    meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise ValueError(
+            f"{len(meta)} parameters of this {name} are on the meta device ({meta[0]}, ...): load the weights first, "
+            "for example with from_pretrained(path, parallel_config=...)"
+        )
+    axis = config.axis()
+    difference = first_difference(model, axis) if axis.size > 1 else None
+    if difference is not None:
+        if axis.rank == 0:
+            logger.warning(f"the ranks' weights differ, first in {difference}: all ranks take those of the first rank")
+        _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
+    if axis.size > 1:
+        shard_modules(placements, axis, from_first=difference is not None)
+    model.parallelism = Parallelism(config, axis)
+
+
+@torch.no_grad()
+def _broadcast_unsharded(model: nn.Module, sharded: set[int], axis: Axis) -> None:
+    for module in model.modules():
+        if id(module) in sharded:
+            continue
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.copy_(broadcast_from_first(tensor, axis))
+
+
+def _ours(config: Any) -> TensorParallelConfig | None:
+    """Our config, given as it is or inside diffusers' ParallelConfig; None for a config that is diffusers' own."""
+    config = getattr(config, "tensor_parallel_config", None) or config
+    return config if isinstance(config, TensorParallelConfig) else None
+
+
+def wrap_enable_parallelism(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def enable_parallelism(self, *, config, **kwargs):
+        ours = _ours(config)
+        if ours is not None:
+            return enable_tensor_parallelism(self, ours)
+        if getattr(self, "parallelism", None) is not None:
+            raise ValueError(
+                f"this {type(self).__name__} is parallel already ({self.parallelism.config}); call "
+                "disable_parallelism() first"
+            )
+        return original(self, config=config, **kwargs)
+
+    return enable_parallelism
+
+
+def wrap_disable_parallelism(original: Callable | None) -> Callable:
+    def disable_parallelism(self) -> None:
+        """Gather a model that `enable_parallelism` sharded: plain modules with every weight as it was, on all ranks.
+
+        Raises:
+            ValueError: the model is not parallel under a config of diffusers_rocm.
+        """
+        if getattr(self, "parallelism", None) is None:
+            raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
+        unshard_modules(self)
+        del self.parallelism
+
+    return disable_parallelism
+
+
+def wrap_save_pretrained(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        if next(sharded_modules(self), None) is None:
+            return original(self, save_directory, *args, **kwargs)
+        return save_checkpoint(self, save_directory, *args, **kwargs)
+
+    return save_pretrained
+
+
+def wrap_from_pretrained(original: classmethod) -> classmethod:
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls, *args, **kwargs):
+        ours = _ours(kwargs.get("parallel_config"))
+        if ours is None:
+            return original.__func__(cls, *args, **kwargs)
+        kwargs.pop("parallel_config")
+        model = original.__func__(cls, *args, **kwargs)
+        model.enable_parallelism(config=ours)
+        return model
+
+    return classmethod(from_pretrained)
+
+
+def wrap_fuse_projections(original: Callable) -> Callable:
+    fusions = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+
+    @functools.wraps(original)
+    def fuse_projections(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        for fused, parts in fusions.items():
+            plain = hasattr(self, fused) and not hasattr(getattr(self, fused), "sharding")
+            if plain and hasattr(getattr(self, parts[0]), "sharding"):
+                adopt_fused_projection(self, fused, parts)
+        return result
+
+    return fuse_projections
+
+
+def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _load_ip_adapter_weights(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        parallelism = getattr(self, "parallelism", None)
+        if parallelism is not None and parallelism.axis.size > 1:
+            shard_modules(resolve(self, get_tensor_parallel_plan(self), parallelism.axis.size), parallelism.axis)
+        return result
+
+    return _load_ip_adapter_weights
+
+
+def refuse_when_sharded(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def refusing(self, *args, **kwargs):
+        if next(sharded_modules(self), None) is not None:
+            raise ValueError(
+                f"an adapter cannot be added to a {type(self).__name__} that is sharded: its layers would be built on "
+                "slices; load it, call fuse_lora() and unload_lora_weights(), then enable parallelism"
+            )
+        return original(self, *args, **kwargs)
+
+    return refusing

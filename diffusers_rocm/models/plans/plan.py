@@ -1,0 +1,76 @@
+"""What a tensor-parallel plan is: data that says, path by path, how a model's modules are split."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...distributed.sharding import Block, granule
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """A mapping of module paths to styles, for one or more model classes.
+
+    Attributes:
+        rules: path -> style. In a path `*` stands for one component (an index), and a trailing `?` marks a rule whose
+            module need not exist (fused projections). Styles are those of `hooks.tensor_parallel.STYLES`, each with
+            an argument after a colon where it takes one: `"column:heads"`, `"row:heads+mlp"`.
+        heads: block name -> (number of heads, elements per head), both as keys of the model's config. The
+            remaining elements of a dim belong to its `mlp` blocks.
+    """
+
+    rules: Mapping[str, str]
+    heads: Mapping[str, tuple[str, str]] = field(
+        default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
+    )
+
+    def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
+        return {name: config[count] for name, (count, _) in self.heads.items()}
+
+    def blocks(self, layout: str, size: int, config: Mapping[str, Any], world: int) -> tuple[Block, ...]:
+        """The blocks of a dim of `size` elements that `layout` (`"heads+mlp"`, say) describes.
+
+        Raises:
+            ValueError: the layout does not add up to `size`.
+        """
+        names = layout.split("+")
+        sizes, units = [], []
+        for name in names:
+            if name == "mlp":
+                sizes.append(0)
+                units.append(0)
+            elif name in self.heads:
+                count, dim = (config[key] for key in self.heads[name])
+                sizes.append(count * dim)
+                units.append(dim)
+            else:
+                raise ValueError(f"unknown block {name!r} in {layout!r}; known: mlp, {', '.join(self.heads)}")
+        rest, mlps = size - sum(sizes), names.count("mlp")
+        if rest < 0 or (rest and not mlps) or (mlps and rest % mlps):
+            raise ValueError(f"{layout!r} does not add up to {size} elements: the heads take {sum(sizes)}")
+        for index, name in enumerate(names):
+            if name == "mlp":
+                sizes[index] = rest // mlps
+                units[index] = granule(sizes[index], world)
+        return tuple(Block(size, unit) for size, unit in zip(sizes, units, strict=True))
+
+
+def at(prefix: str, rules: Mapping[str, str]) -> dict[str, str]:
+    """The rules of a building block, moved below `prefix`."""
+    return {f"{prefix}.{path}" if path else prefix: style for path, style in rules.items()}
+
+
+def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
+    """`(rule, style, [(path, module), ...])` for every rule, in order."""
+    modules = [(path, path.split("."), module) for path, module in model.named_modules()]
+    for rule, style in rules.items():
+        pattern = rule.removesuffix("?").split(".")
+        found = [
+            (path, module)
+            for path, parts, module in modules
+            if len(parts) == len(pattern)
+            and all(want in ("*", part) for want, part in zip(pattern, parts, strict=True))
+        ]
+        yield rule, style, found

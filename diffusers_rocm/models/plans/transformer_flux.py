@@ -1,0 +1,55 @@
+"""FLUX.1: dev, schnell, Kontext, Fill, and its ControlNets."""
+
+from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
+from .plan import TensorParallelPlan, at
+
+
+_DOUBLE_BLOCK = {
+    **at("attn", JOINT_ATTENTION),
+    **at("ff", FEED_FORWARD),
+    **at("ff_context", FEED_FORWARD),
+    "norm1.linear": "gather",
+    "norm1_context.linear": "gather",
+}
+
+# The input of proj_out is [attention | mlp]: each of the two is split by itself, so a rank's columns are not adjacent.
+_SINGLE_BLOCK = {
+    **at("attn", ATTENTION),
+    "proj_mlp": "column:mlp",
+    "proj_out": "row:heads+mlp",
+    "norm.linear": "gather",
+}
+
+_COMMON = {
+    **at("transformer_blocks.*", _DOUBLE_BLOCK),
+    **at("single_transformer_blocks.*", _SINGLE_BLOCK),
+    "x_embedder": "replicate:few input channels; every rank needs the output",
+    "context_embedder": "replicate:one small Linear; every rank needs the output",
+    "time_text_embed": "replicate:one row a step; every rank needs the output",
+}
+
+FLUX_TRANSFORMER = TensorParallelPlan(
+    {
+        **_COMMON,
+        **at("transformer_blocks.*.attn", {"processor?": "flux_ip_adapter"}),
+        **at("transformer_blocks.*.attn.processor", {"to_k_ip.*?": "column:heads", "to_v_ip.*?": "column:heads"}),
+        "encoder_hid_proj?": "replicate:the image projection of an IP-Adapter, a few tokens a picture",
+        "norm_out.linear": "gather",
+        "proj_out": "replicate:few output channels",
+    }
+)
+
+FLUX_CONTROLNET = TensorParallelPlan(
+    {
+        **_COMMON,
+        "controlnet_blocks.*": "gather",
+        "controlnet_single_blocks.*": "gather",
+        "controlnet_x_embedder": "replicate:few input channels; every rank needs the output",
+        "input_hint_block?": "replicate:convolutions of 16 channels",
+    }
+)
+
+TENSOR_PARALLEL_PLANS = {
+    "FluxTransformer2DModel": FLUX_TRANSFORMER,
+    "FluxControlNetModel": FLUX_CONTROLNET,
+}

@@ -1,0 +1,102 @@
+"""What a plan does to a model, in bytes: checked by the tests, printed by `diffusers-rocm plan --explain`."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...hooks.tensor_parallel import STYLES, resolve
+from . import get_tensor_parallel_plan
+from .plan import match
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The answer of `verify_plan`.
+
+    Attributes:
+        full_bytes: all parameters and buffers of the model.
+        rank_bytes: what each rank holds, in rank order.
+        replicated_bytes: what every rank holds whole.
+        unexplained_bytes: the part of it that no rule gives a reason for.
+        reasons: path -> (bytes, why it is whole), from the plan's `replicate` rules.
+        unused_rules: rules that match nothing, other than those marked as optional.
+        unsharded_linears: Linears that no rule names.
+    """
+
+    model: str
+    tp: int
+    full_bytes: int
+    rank_bytes: tuple[int, ...]
+    replicated_bytes: int
+    unexplained_bytes: int
+    reasons: dict[str, tuple[int, str]]
+    unused_rules: tuple[str, ...]
+    unsharded_linears: tuple[str, ...]
+
+    def __str__(self) -> str:
+        largest, full = max(self.rank_bytes) / 1e9, self.full_bytes / 1e9
+        lines = [
+            f"{self.model}, tp={self.tp}: at most {largest:.3f} GB a rank, of {full:.3f} GB; an even share would be "
+            f"{full / self.tp:.3f} GB",
+            f"replicated on every rank: {self.replicated_bytes / 1e6:.1f} MB, of which without a reason: "
+            f"{self.unexplained_bytes / 1e6:.1f} MB",
+        ]
+        lines += [f"  {path}: {size / 1e6:.1f} MB, {why}" for path, (size, why) in self.reasons.items()]
+        lines += [f"  rule that matches nothing: {rule}" for rule in self.unused_rules]
+        lines += [f"  Linear without a rule: {path}" for path in self.unsharded_linears]
+        return "\n".join(lines)
+
+
+def _nbytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def verify_plan(model: nn.Module, tp: int) -> PlanReport:
+    """Lay the model's plan over `tp` ranks without changing anything; a model on meta will do.
+
+    Raises:
+        ValueError: the class has no plan, or the degree cannot be had.
+    """
+    plan = get_tensor_parallel_plan(model)
+    rules = list(match(model, plan.rules))
+    unused = tuple(rule for rule, _, found in rules if not found and not rule.endswith("?"))
+    fitting = {rule: style for rule, style in plan.rules.items() if rule not in unused}
+    placements = resolve(model, type(plan)(fitting, plan.heads), tp)
+
+    reasons, explained = {}, set()
+    for _, style, found in rules:
+        kind, _, reason = style.partition(":")
+        if kind != "replicate":
+            continue
+        for path, module in found:
+            tensors = [*module.parameters(), *module.buffers()]
+            explained |= {id(tensor) for tensor in tensors}
+            reasons[path] = (_nbytes(tensors), reason)
+
+    rank_bytes, cut = [0] * tp, set()
+    for placement in placements:
+        for name, shard in placement.shards.items():
+            tensor = getattr(placement.module, name)
+            cut.add(id(tensor))
+            for rank in range(tp):
+                if shard.dim is None:
+                    rank_bytes[rank] += _nbytes([tensor]) if rank == 0 else 0
+                else:
+                    rank_bytes[rank] += _nbytes([tensor]) // tensor.shape[shard.dim] * shard.size(rank, tp)
+    tensors = [*model.parameters(), *model.buffers()]
+    whole = [tensor for tensor in tensors if id(tensor) not in cut]
+    # Norms within a head and the like are named by a rule too: what they hold is meant to be whole.
+    changed = [placement.module for placement in placements if STYLES[placement.style].becomes]
+    named = {id(tensor) for module in changed for tensor in module.parameters()}
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return PlanReport(
+        model=type(model).__name__,
+        tp=tp,
+        full_bytes=_nbytes(tensors),
+        rank_bytes=tuple(size + _nbytes(whole) for size in rank_bytes),
+        replicated_bytes=_nbytes(whole),
+        unexplained_bytes=_nbytes(tensor for tensor in whole if id(tensor) not in explained | named),
+        reasons=reasons,
+        unused_rules=unused,
+        unsharded_linears=tuple(path for path, module in linears if id(module.weight) not in cut | explained),
+    )

@@ -1,0 +1,69 @@
+"""The one place that touches diffusers' classes, and the one place that knows its versions.
+
+`register()` runs on import. Every touch is an entry of `_touches()`, which says what it is for and which versions need
+it; `unregister()` puts back the very objects that were there.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+
+
+@dataclass
+class _BareTensorParallelConfig:
+    tp_degree: int = 1
+    mesh: Any = None
+
+
+# diffusers has a TensorParallelConfig since 0.40; before that ours stands alone.
+TensorParallelConfigBase: type = getattr(diffusers, "TensorParallelConfig", _BareTensorParallelConfig)
+
+_ABSENT = object()
+_lock = threading.RLock()
+_originals: list[tuple[type, str, Any]] = []
+
+
+def _touches() -> Iterator[tuple[type, str, Callable[[Any], Any]]]:
+    """`(class, attribute, wrapper)`: the attribute becomes `wrapper(what it was)`."""
+    from diffusers import ModelMixin
+    from diffusers.loaders import PeftAdapterMixin
+    from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
+    from diffusers.models.attention import AttentionModuleMixin
+
+    from .models import modeling_utils as ours
+
+    # All versions: our configs go to our engine; every other config goes on to diffusers' own code.
+    yield ModelMixin, "enable_parallelism", ours.wrap_enable_parallelism
+    yield ModelMixin, "disable_parallelism", ours.wrap_disable_parallelism
+    yield ModelMixin, "save_pretrained", ours.wrap_save_pretrained
+    yield ModelMixin, "from_pretrained", ours.wrap_from_pretrained
+    # All versions: what these do to a sharded model has to know that it is sharded.
+    yield AttentionModuleMixin, "fuse_projections", ours.wrap_fuse_projections
+    yield FluxTransformer2DLoadersMixin, "_load_ip_adapter_weights", ours.wrap_load_ip_adapter_weights
+    yield PeftAdapterMixin, "add_adapter", ours.refuse_when_sharded
+    yield PeftAdapterMixin, "load_lora_adapter", ours.refuse_when_sharded
+
+
+def register() -> None:
+    """Extend diffusers' classes with ours. Idempotent and thread-safe; importing `diffusers_rocm` calls it."""
+    with _lock:
+        if _originals:
+            return
+        for cls, name, wrap in list(_touches()):
+            original = cls.__dict__.get(name, _ABSENT)
+            _originals.append((cls, name, original))
+            setattr(cls, name, wrap(None if original is _ABSENT else original))
+
+
+def unregister() -> None:
+    """Undo `register`: every attribute is again the very object that it was. Sharded models stay sharded."""
+    with _lock:
+        while _originals:
+            cls, name, original = _originals.pop()
+            if original is _ABSENT:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, original)

@@ -1,0 +1,128 @@
+"""Ranks for tests: real processes and real collectives, kept between cases so that the suite stays fast."""
+
+import atexit
+import os
+import tempfile
+import time
+import traceback
+import unittest
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def slow(test):
+    """Runs with RUN_SLOW=1 only."""
+    return unittest.skipUnless(os.environ.get("RUN_SLOW") == "1", "slow: set RUN_SLOW=1")(test)
+
+
+def require_torch_multi_accelerator(test):
+    """Runs where at least two accelerators are visible."""
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return unittest.skipUnless(count > 1, f"needs at least 2 accelerators, found {count}")(test)
+
+
+def relative_l2(x: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised; the message holds every rank's traceback."""
+
+
+class RankPool:
+    """Processes that become the ranks of a fresh Gloo group for each case."""
+
+    def __init__(self):
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _start(self, count: int) -> None:
+        context = get_context("spawn")
+        while len(self._workers) < count:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+        self._workers.clear()
+
+    def run(self, world: int, function: Callable, *args: Any, timeout: float = 240) -> list[Any]:
+        """`function(*args)` on ranks 0 to world - 1 of a new group; their results in rank order.
+
+        Raises:
+            RanksFailed: a rank raised, or did not answer in time.
+        """
+        self._start(world)
+        with tempfile.TemporaryDirectory() as folder:
+            store = os.path.join(folder, "store")
+            for rank in range(world):
+                self._workers[rank][1].send((world, rank, store, function, args))
+            answers, failures = self._collect(world, time.monotonic() + timeout)
+        if failures:
+            self.close()  # the ranks that did not fail may wait in a collective for ever
+            raise RanksFailed("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
+        return [answers[rank] for rank in range(world)]
+
+    def _collect(self, world: int, deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+        answers, failures = {}, {}
+        waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.update({rank: "no answer in time" for rank in waiting.values()} if not failures else {})
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    ok, value = connection.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if ok:
+                    answers[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + 3)
+        return answers, failures
+
+
+def _serve(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    while True:
+        try:
+            world, rank, store, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if world > 1:
+                os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+                timeout = timedelta(seconds=60)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+                )
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+        connection.send(answer)
+
+
+_pool = RankPool()
+atexit.register(_pool.close)
+
+
+def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 240) -> list[Any]:
+    """`function(*args)` on `world` ranks over Gloo; the function must be importable (module level)."""
+    return _pool.run(world, function, *args, timeout=timeout)
