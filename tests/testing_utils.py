@@ -77,7 +77,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures.update({rank: "no answer in time" for rank in waiting.values()} if not failures else {})
+                failures.update(dict.fromkeys(waiting.values(), "no answer in time") if not failures else {})
                 break
             for connection in ready:
                 rank = waiting.pop(connection)

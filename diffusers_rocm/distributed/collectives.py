@@ -27,6 +27,16 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x
 
 
+def all_gather_stacked(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """`x` [...] of every rank, of one shape on all: [axis.size, ...]."""
+    x = x.contiguous()[None]
+    if torch.compiler.is_compiling():
+        return funcol.all_gather_tensor(x, 0, axis.group)
+    stacked = x.new_empty((axis.size, *x.shape[1:]))
+    _all_gather(stacked, x, group=axis.group)
+    return stacked
+
+
 def all_gather_last(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
     """Concatenate `x` [..., sizes[rank]] of all ranks along the last dim: [..., sum(sizes)].
 
@@ -34,13 +44,7 @@ def all_gather_last(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torc
     """
     if axis.size == 1:
         return x
-    longest = max(sizes)
-    padded = torch.nn.functional.pad(x, (0, longest - x.shape[-1])).contiguous()
-    if torch.compiler.is_compiling():
-        stacked = funcol.all_gather_tensor(padded[None], 0, axis.group)
-    else:
-        stacked = padded.new_empty((axis.size, *padded.shape))
-        _all_gather(stacked, padded[None], group=axis.group)
+    stacked = all_gather_stacked(torch.nn.functional.pad(x, (0, max(sizes) - x.shape[-1])), axis)
     return torch.cat([part[..., :size] for part, size in zip(stacked.unbind(0), sizes, strict=True)], dim=-1)
 
 
@@ -142,7 +146,4 @@ def all_gather_int64(row: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`row` [n] int64 of every rank: [axis.size, n], on the CPU."""
     if axis.size == 1:
         return row[None].cpu()
-    row = row.to(axis.device)
-    rows = row.new_empty((axis.size, *row.shape))
-    _all_gather(rows, row[None], group=axis.group)
-    return rows.cpu()
+    return all_gather_stacked(row.to(axis.device), axis).cpu()

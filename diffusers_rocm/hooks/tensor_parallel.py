@@ -51,6 +51,7 @@ STYLES: dict[str, Style] = {
     "column": Style((nn.Linear,), layers.ColumnParallelLinear, weight_dim=0, bias_dim=0),
     "row": Style((nn.Linear,), layers.RowParallelLinear, weight_dim=1, bias_dim=None),
     "gather": Style((nn.Linear,), layers.GatheredColumnLinear, weight_dim=0, bias_dim=0),
+    "modulation": Style((nn.Linear,), layers.ModulationLinear, weight_dim=0, bias_dim=0),
     "norm": Style((nn.RMSNorm, DiffusersRMSNorm), layers.ShardedRMSNorm, weight_dim=0, bias_dim=0),
     "head_norm": Style((nn.RMSNorm,), layers.HeadRMSNorm),
     "heads": Style(),

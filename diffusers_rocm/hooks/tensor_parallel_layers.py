@@ -71,6 +71,15 @@ class GatheredColumnLinear(nn.Linear):
         return gather_from_axis(F.linear(copy_to_axis(x, axis), self.weight, self.bias), sizes, axis)
 
 
+class ModulationLinear(GatheredColumnLinear):
+    """One of many Linears with the same input, computed together beforehand (`hooks.modulation`); else by itself."""
+
+    ready: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.ready is None else self.ready
+
+
 class HeadRMSNorm(nn.RMSNorm):
     """RMSNorm within a head: replicated, but each rank sees its own heads only, so the gradients must be summed."""
 
@@ -84,7 +93,7 @@ class HeadRMSNorm(nn.RMSNorm):
 class ShardedRMSNorm(nn.Module):
     """RMSNorm over a dim that is sharded (q and k normalised across all heads): one all-reduce of one float a row.
 
-    Stands in for `torch.nn.RMSNorm` and for diffusers' `RMSNorm`; the sum of squares is in float32 as theirs is.
+    Stands in for `torch.nn.RMSNorm` and for diffusers' `RMSNorm`; everything is in float32 up to the last rounding.
     """
 
     sharding: Sharding
@@ -93,8 +102,7 @@ class ShardedRMSNorm(nn.Module):
         full = self.sharding.shapes["weight"][-1]
         squares = sum_over_axis(x.float().pow(2).sum(-1, keepdim=True), self.sharding.axis)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        normed = x.float() * torch.rsqrt(squares / full + eps)
-        normed = (normed.to(self.weight.dtype) * self.weight).to(x.dtype)
+        normed = (x.float() * torch.rsqrt(squares / full + eps) * self.weight.float()).to(self.weight.dtype)
         bias = getattr(self, "bias", None)
         return normed if bias is None else normed + bias
 

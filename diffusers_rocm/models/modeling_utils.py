@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
+from ..hooks.modulation import compute_modulation_once
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
     resolve,
@@ -33,6 +35,7 @@ class Parallelism:
 
     config: TensorParallelConfig
     axis: Axis
+    hooks: tuple[RemovableHandle, ...] = ()
 
 
 def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:
@@ -65,9 +68,12 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
         if axis.rank == 0:
             logger.warning(f"the ranks' weights differ, first in {difference}: all ranks take those of the first rank")
         _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
+    hooks = []
     if axis.size > 1:
         shard_modules(placements, axis, from_first=difference is not None)
-    model.parallelism = Parallelism(config, axis)
+        if plan.embedding is not None:
+            hooks = compute_modulation_once(model, model.get_submodule(plan.embedding))
+    model.parallelism = Parallelism(config, axis, tuple(hooks))
 
 
 @torch.no_grad()
@@ -110,6 +116,8 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         """
         if getattr(self, "parallelism", None) is None:
             raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
+        for hook in self.parallelism.hooks:
+            hook.remove()
         unshard_modules(self)
         del self.parallelism
 

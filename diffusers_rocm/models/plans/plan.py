@@ -19,12 +19,14 @@ class TensorParallelPlan:
             an argument after a colon where it takes one: `"column:heads"`, `"row:heads+mlp"`.
         heads: block name -> (number of heads, elements per head), both as keys of the model's config. The
             remaining elements of a dim belong to its `mlp` blocks.
+        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
     """
 
     rules: Mapping[str, str]
     heads: Mapping[str, tuple[str, str]] = field(
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
+    embedding: str | None = None
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         return {name: config[count] for name, (count, _) in self.heads.items()}

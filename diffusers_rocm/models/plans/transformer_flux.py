@@ -8,8 +8,8 @@ _DOUBLE_BLOCK = {
     **at("attn", JOINT_ATTENTION),
     **at("ff", FEED_FORWARD),
     **at("ff_context", FEED_FORWARD),
-    "norm1.linear": "gather",
-    "norm1_context.linear": "gather",
+    "norm1.linear": "modulation",
+    "norm1_context.linear": "modulation",
 }
 
 # The input of proj_out is [attention | mlp]: each of the two is split by itself, so a rank's columns are not adjacent.
@@ -17,7 +17,7 @@ _SINGLE_BLOCK = {
     **at("attn", ATTENTION),
     "proj_mlp": "column:mlp",
     "proj_out": "row:heads+mlp",
-    "norm.linear": "gather",
+    "norm.linear": "modulation",
 }
 
 _COMMON = {
@@ -34,9 +34,10 @@ FLUX_TRANSFORMER = TensorParallelPlan(
         **at("transformer_blocks.*.attn", {"processor?": "flux_ip_adapter"}),
         **at("transformer_blocks.*.attn.processor", {"to_k_ip.*?": "column:heads", "to_v_ip.*?": "column:heads"}),
         "encoder_hid_proj?": "replicate:the image projection of an IP-Adapter, a few tokens a picture",
-        "norm_out.linear": "gather",
+        "norm_out.linear": "modulation",
         "proj_out": "replicate:few output channels",
-    }
+    },
+    embedding="time_text_embed",
 )
 
 FLUX_CONTROLNET = TensorParallelPlan(
@@ -46,7 +47,8 @@ FLUX_CONTROLNET = TensorParallelPlan(
         "controlnet_single_blocks.*": "gather",
         "controlnet_x_embedder": "replicate:few input channels; every rank needs the output",
         "input_hint_block?": "replicate:convolutions of 16 channels",
-    }
+    },
+    embedding="time_text_embed",
 )
 
 TENSOR_PARALLEL_PLANS = {

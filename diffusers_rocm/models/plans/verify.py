@@ -1,6 +1,6 @@
 """What a plan does to a model, in bytes: checked by the tests, printed by `diffusers-rocm plan --explain`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -61,7 +61,7 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
     rules = list(match(model, plan.rules))
     unused = tuple(rule for rule, _, found in rules if not found and not rule.endswith("?"))
     fitting = {rule: style for rule, style in plan.rules.items() if rule not in unused}
-    placements = resolve(model, type(plan)(fitting, plan.heads), tp)
+    placements = resolve(model, replace(plan, rules=fitting), tp)
 
     reasons, explained = {}, set()
     for _, style, found in rules:

@@ -1,0 +1,87 @@
+"""What every rank must agree on goes through `broadcast_from_first` (bug TP-2 of docs/tp_bugs.md)."""
+
+import unittest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.collectives import all_gather_last, broadcast_from_first
+
+from ..testing_utils import run_ranks
+
+
+class Embeds(NamedTuple):
+    prompt: torch.Tensor
+    pooled: torch.Tensor | None
+
+
+def world_axis() -> Axis:
+    return Axis("tp", dist.group.WORLD, dist.get_rank(), dist.get_world_size(), 0, torch.device("cpu"))
+
+
+def step_inputs(rank: int) -> dict:
+    """What a denoising step is fed, with a rank's own values in all of it."""
+    return {
+        "latents": torch.randn(2, 35, 16, generator=torch.Generator().manual_seed(rank)),
+        "timestep": torch.tensor(1000.0 * (rank == 0)),
+        "timesteps": torch.linspace(1000, 0, 5, dtype=torch.float64) * (rank == 0),
+        "embeds": Embeds(torch.full((1, 4, 8), float(rank), dtype=torch.bfloat16), None),
+        "ids": [torch.arange(6).reshape(2, 3).T + rank, (torch.tensor([rank % 2 == 0]),)],
+        "guidance": 3.5,
+    }
+
+
+def leaves(value) -> list:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+def broadcast_worker() -> bool:
+    rank = dist.get_rank()
+    mine = step_inputs(rank)
+    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(mine)]
+    received, expected = broadcast_from_first(mine, world_axis()), step_inputs(0)
+    untouched = all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(leaves(mine), before, strict=True)
+    )
+    equal = all(
+        torch.equal(a, b) and a.dtype == b.dtype and a.device == b.device if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(leaves(received), leaves(expected), strict=True)
+    )
+    return untouched and equal and isinstance(received["embeds"], Embeds)
+
+
+def broadcast_into_a_temporary_worker() -> float:
+    """The bug itself: the tensor is moved for the collective, and what arrived is thrown away."""
+    timestep = step_inputs(dist.get_rank())["timestep"]
+    dist.broadcast(timestep.clone(), src=0)  # stands in for timestep.cuda()
+    return timestep.item()
+
+
+def gather_worker(sizes: tuple[int, ...]) -> bool:
+    full = torch.arange(2 * 3 * sum(sizes)).reshape(2, 3, -1).float()
+    mine = full.split(sizes, dim=-1)[dist.get_rank()]
+    return torch.equal(all_gather_last(mine, sizes, world_axis()), full)
+
+
+class TestCollectives(unittest.TestCase):
+    @parameterized.expand([(2,), (4,)])
+    def test_inputs_are_equal_after_the_broadcast(self, world):
+        assert run_ranks(world, broadcast_worker) == [True] * world
+
+    def test_a_broadcast_into_a_temporary_leaves_timestep_zero(self):
+        assert run_ranks(3, broadcast_into_a_temporary_worker) == [1000.0, 0.0, 0.0]
+
+    @parameterized.expand([((3, 3),), ((3, 2),), ((5, 4, 4),), ((1, 1, 1, 0),)])
+    def test_gather_of_uneven_slices(self, sizes):
+        assert all(run_ranks(len(sizes), gather_worker, sizes))
+
+
+if __name__ == "__main__":
+    unittest.main()

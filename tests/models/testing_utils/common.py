@@ -1,0 +1,46 @@
+"""What a model's tests need to know of it; the mixins assert."""
+
+import torch
+from torch import nn
+
+
+class BaseModelTesterConfig:
+    """One model class with one tiny config. No assertions here."""
+
+    model_class: type[nn.Module]
+    # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
+    repeated_block_count: int
+
+    def get_init_dict(self) -> dict:
+        raise NotImplementedError
+
+    def get_dummy_inputs(self, batch_size: int = 1) -> dict:
+        raise NotImplementedError
+
+    def get_model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model with random weights everywhere: biases, norm weights and layers that start from zero included."""
+        torch.manual_seed(seed)
+        model = self.model_class(**self.get_init_dict()).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 1.2 / parameter[0].numel() ** 0.5)
+                elif "norm" in name and name.endswith("weight"):
+                    parameter.normal_(1, 0.2)
+                else:
+                    parameter.normal_(0, 0.3)
+        return model.to(dtype)
+
+    def get_output(self, model: nn.Module, inputs: dict) -> torch.Tensor:
+        """The model's answer as one tensor, whatever its structure."""
+        return flatten_output(model(**inputs, return_dict=False))
+
+
+def flatten_output(output) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output.flatten()
+    return torch.cat([flatten_output(item) for item in output])
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

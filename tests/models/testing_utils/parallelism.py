@@ -1,0 +1,219 @@
+"""Tensor-parallel tests of a model: real ranks over Gloo, each comparing with its own single process run."""
+
+import pickle
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from parameterized import parameterized
+
+import diffusers_rocm
+from diffusers_rocm import TensorParallelConfig
+from diffusers_rocm.hooks.tensor_parallel import sharded_modules
+
+from ...testing_utils import relative_l2, run_ranks
+from .common import BaseModelTesterConfig
+
+
+# Parity bars: docs/numerics.md
+FLOAT32_BAR = 1e-5
+BF16_RATIO = 1.25
+
+
+def _same_state(model, state: dict[str, torch.Tensor]) -> bool:
+    now = model.state_dict()
+    return now.keys() == state.keys() and all(torch.equal(now[name], value) for name, value in state.items())
+
+
+def _clone_state(model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@torch.no_grad()
+def parity_worker(config: BaseModelTesterConfig, tp: int, batch_size: int) -> dict:
+    """Float32 error of the sharded forward, and whether disabling restores the model bit by bit."""
+    model, inputs = config.get_model(), config.get_dummy_inputs(batch_size)
+    reference, state = config.get_output(model, inputs), _clone_state(model)
+    classes = [type(module) for module in model.modules()]
+    full = sum(parameter.numel() for parameter in model.parameters())
+
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    output = config.get_output(model, inputs)
+    with torch.inference_mode():
+        in_inference_mode = config.get_output(model, inputs)
+    local = sum(parameter.numel() for parameter in model.parameters())
+
+    model.disable_parallelism()
+    return {
+        "error": relative_l2(output, reference),
+        "inference_mode_equal": torch.equal(in_inference_mode, output),
+        "share": local / full,
+        "restored": _same_state(model, state) and [type(module) for module in model.modules()] == classes,
+        "output_restored": torch.equal(config.get_output(model, inputs), reference),
+    }
+
+
+@torch.no_grad()
+def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple[float, float]:
+    """Errors against float32 of bf16 in a single process, and sharded."""
+    inputs = config.get_dummy_inputs(2)
+    # Weights that bf16 holds exactly, so that the error is that of the arithmetic.
+    reference_model = config.get_model(dtype=torch.bfloat16).float()
+    reference = config.get_output(reference_model, inputs)
+    if autocast:
+        model = reference_model
+    else:
+        model = config.get_model(dtype=torch.bfloat16)
+        floating = ("hidden_states", "encoder_hidden_states", "pooled_projections", "controlnet_cond")
+        inputs = {k: v.bfloat16() if k in floating else v for k, v in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        single = config.get_output(model, inputs)
+        model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+        sharded = config.get_output(model, inputs)
+    return relative_l2(single, reference), relative_l2(sharded, reference)
+
+
+def gradient_worker(config: BaseModelTesterConfig, tp: int) -> dict[str, float]:
+    """Relative errors of all gradients: of the inputs, and of each parameter, gathered."""
+    model, inputs = config.get_model(), config.get_dummy_inputs(2)
+    leaves = {name: value.requires_grad_() for name, value in inputs.items() if value.is_floating_point()}
+    leaves = {
+        name: value for name, value in leaves.items() if name not in ("timestep", "guidance", "img_ids", "txt_ids")
+    }
+
+    def backward() -> dict[str, torch.Tensor]:
+        output = config.get_output(model, inputs)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+        (output * weights).sum().backward()
+        grads = {name: value.grad.clone() for name, value in leaves.items()}
+        for value in leaves.values():
+            value.grad = None
+        return grads
+
+    reference = backward()
+    reference_parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    sharded = backward()
+    errors = {f"input {name}": relative_l2(sharded[name], reference[name]) for name in reference}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = reference_parameters.get(f"{path}.{name}")
+            if full is None:
+                continue
+            sharding = getattr(module, "sharding", None)
+            if sharding is not None and name in sharding.shards:
+                full = sharding.shards[name].take(full, sharding.axis.rank, tp)
+            errors[f"{path}.{name}"] = relative_l2(parameter.grad, full)
+    return errors
+
+
+@torch.no_grad()
+def compile_worker(config: BaseModelTesterConfig, tp: int, whole: bool) -> tuple[float, list[int]]:
+    """Error of the compiled, sharded forward, and the number of compiled graphs after each of three steps."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    reference = config.get_output(model, inputs)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    if whole:
+        # Inductor's own float32 error on a whole FLUX is above the bar, in a single process too.
+        model.compile(fullgraph=True, backend="aot_eager")
+    else:
+        model.compile_repeated_blocks(fullgraph=True)
+    graphs, timestep = [], inputs["timestep"]
+    for step in range(3):
+        config.get_output(model, {**inputs, "timestep": timestep - 0.1 * step})
+        graphs.append(counters["stats"]["unique_graphs"])
+    return relative_l2(config.get_output(model, inputs), reference), graphs
+
+
+@torch.no_grad()
+def save_worker(config: BaseModelTesterConfig, tp: int, folder: str, max_shard_size: str) -> bool:
+    """Save sharded; load with plain diffusers: is every weight bit-equal?"""
+    model = config.get_model()
+    state = _clone_state(model)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    loaded = config.model_class.from_pretrained(folder)
+    sharded = config.model_class.from_pretrained(folder, parallel_config=TensorParallelConfig(tp=tp))
+    is_sharded = next(sharded_modules(sharded), None) is not None
+    sharded.disable_parallelism()
+    return _same_state(loaded, state) and is_sharded and _same_state(sharded, state)
+
+
+@torch.no_grad()
+def different_weights_worker(config: BaseModelTesterConfig, tp: int) -> tuple[float, torch.Tensor]:
+    """Ranks that start from different weights: the error against the first rank's model."""
+    from torch.distributed import get_rank
+
+    inputs = config.get_dummy_inputs(1)
+    reference = config.get_output(config.get_model(seed=0), inputs)
+    model = config.get_model(seed=get_rank())
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    return relative_l2(config.get_output(model, inputs), reference)
+
+
+class TensorParallelTesterMixin:
+    """Add to a `BaseModelTesterConfig` of a class with a plan."""
+
+    @parameterized.expand([(tp, batch_size) for tp in (2, 3, 4) for batch_size in (1, 2)])
+    def test_parity_and_disable(self, tp, batch_size):
+        for result in run_ranks(tp, parity_worker, self.tester(), tp, batch_size):
+            assert result["error"] <= FLOAT32_BAR, result
+            assert result["inference_mode_equal"], result
+            assert result["share"] < 1.3 / tp + 0.1, result
+            assert result["restored"] and result["output_restored"], result
+
+    @parameterized.expand([(2, False), (4, False), (2, True)])
+    def test_bf16(self, tp, autocast):
+        for single, sharded in run_ranks(tp, bf16_worker, self.tester(), tp, autocast):
+            assert 1e-4 < single < 0.1, f"not a bf16 run: {single}"
+            assert sharded <= BF16_RATIO * single, (sharded, single)
+
+    @parameterized.expand([(2,), (3,)])
+    def test_gradients(self, tp):
+        for errors in run_ranks(tp, gradient_worker, self.tester(), tp):
+            assert len(errors) > 10
+            assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
+
+    @parameterized.expand([(2,)])
+    def test_compile_repeated_blocks(self, tp):
+        if not self.repeated_block_count:
+            pytest.skip("the class names no repeated blocks")
+        for error, graphs in run_ranks(tp, compile_worker, self.tester(), tp, False):
+            assert error <= FLOAT32_BAR, error
+            assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
+
+    def test_compile_whole_model(self):
+        for error, graphs in run_ranks(3, compile_worker, self.tester(), 3, True):
+            assert error <= FLOAT32_BAR, error
+            assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
+
+    @parameterized.expand([(2, "10GB"), (3, "1MB")])
+    def test_save_pretrained(self, tp, max_shard_size):
+        with tempfile.TemporaryDirectory() as folder:
+            assert all(run_ranks(tp, save_worker, self.tester(), tp, folder, max_shard_size))
+            files = sorted(file.name for file in Path(folder).iterdir())
+            sharded = any("-of-" in name for name in files)
+            assert sharded == (max_shard_size == "1MB"), files
+            assert not any(name.endswith(".partial") for name in files), files
+
+    def test_ranks_that_start_from_different_weights(self):
+        for error in run_ranks(2, different_weights_worker, self.tester(), 2):
+            assert error <= FLOAT32_BAR, error
+
+    def test_plan_leaves_nothing_unexplained(self):
+        with torch.device("meta"):
+            model = self.model_class(**self.get_init_dict())
+        report = diffusers_rocm.verify_plan(model, 2)
+        assert not report.unused_rules and not report.unsharded_linears, str(report)
+        assert report.unexplained_bytes <= 0.01 * report.full_bytes, str(report)
+
+    def tester(self) -> BaseModelTesterConfig:
+        """The config without the test case around it: this is what travels to the ranks."""
+        config = next(cls for cls in type(self).__mro__ if cls.__name__.endswith("TesterConfig"))
+        return pickle.loads(pickle.dumps(config()))

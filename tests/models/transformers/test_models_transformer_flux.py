@@ -1,0 +1,228 @@
+import unittest
+
+import torch
+from diffusers import FluxTransformer2DModel
+from parameterized import parameterized
+
+import diffusers_rocm
+from diffusers_rocm import TensorParallelConfig
+from diffusers_rocm.distributed.sharding import Block, Shard
+
+from ...testing_utils import relative_l2, run_ranks
+from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin, _clone_state, _same_state
+
+
+def flux_inputs(batch_size: int, guidance: bool) -> dict:
+    height, width, text = 5, 7, 11  # nothing divides by anything
+    ids = torch.zeros(height, width, 3)
+    ids[..., 1] += torch.arange(height)[:, None]
+    ids[..., 2] += torch.arange(width)[None]
+    inputs = {
+        "hidden_states": randn(batch_size, height * width, 16, seed=1),
+        "encoder_hidden_states": randn(batch_size, text, 32, seed=2),
+        "pooled_projections": randn(batch_size, 24, seed=3),
+        # Exact in bf16 after the model's factor of 1000, or its rounding would drown every other error.
+        "timestep": torch.tensor([0.5, 0.25])[:batch_size],
+        "img_ids": ids.reshape(-1, 3),
+        "txt_ids": torch.zeros(text, 3),
+    }
+    if guidance:
+        inputs["guidance"] = torch.tensor([4.0, 2.0])[:batch_size]
+    return inputs
+
+
+FLUX_INIT = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 8,
+    "joint_attention_dim": 32,
+    "pooled_projection_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
+class FluxTransformerTesterConfig(BaseModelTesterConfig):
+    model_class = FluxTransformer2DModel
+    repeated_block_count = 2
+
+    def get_init_dict(self):
+        return {**FLUX_INIT, "guidance_embeds": True}
+
+    def get_dummy_inputs(self, batch_size=1):
+        return flux_inputs(batch_size, guidance=True)
+
+
+class FluxSchnellTransformerTesterConfig(FluxTransformerTesterConfig):
+    """Without the guidance embedding."""
+
+    def get_init_dict(self):
+        return {**FLUX_INIT, "guidance_embeds": False}
+
+    def get_dummy_inputs(self, batch_size=1):
+        return flux_inputs(batch_size, guidance=False)
+
+
+class TestFluxTransformerTensorParallel(FluxTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase):
+    pass
+
+
+@torch.no_grad()
+def schnell_worker(tp: int, batch_size: int) -> float:
+    config = FluxSchnellTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(batch_size)
+    reference = config.get_output(model, inputs)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    return relative_l2(config.get_output(model, inputs), reference)
+
+
+@torch.no_grad()
+def uneven_worker(tp: int) -> tuple[float, list[int]]:
+    """24 heads, as FLUX.1 has, on any number of ranks."""
+    config = FluxTransformerTesterConfig()
+    init = {**config.get_init_dict(), "num_attention_heads": 24, "num_layers": 1, "num_single_layers": 1}
+    config.get_init_dict = lambda: init
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    reference = config.get_output(model, inputs)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    attention, feed_forward = model.transformer_blocks[0].attn, model.transformer_blocks[0].ff.net[2]
+    error = relative_l2(config.get_output(model, inputs), reference)
+    return error, [attention.heads, attention.to_q.out_features, feed_forward.in_features]
+
+
+@torch.no_grad()
+def naive_proj_out_worker(tp: int) -> tuple[float, float]:
+    """Ours, and the same with the columns of the single blocks' proj_out cut as one contiguous run (bug TP-1)."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    reference = config.get_output(model, inputs)
+    full = [block.proj_out.weight.clone() for block in model.single_transformer_blocks]
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    ours = relative_l2(config.get_output(model, inputs), reference)
+    for block, weight in zip(model.single_transformer_blocks, full, strict=True):
+        naive = Shard(1, (Block(weight.shape[1], 1),)).take(weight, model.parallelism.axis.rank, tp)
+        assert naive.shape == block.proj_out.weight.shape  # nothing would crash: that is what makes it a trap
+        block.proj_out.weight.copy_(naive)
+    return ours, relative_l2(config.get_output(model, inputs), reference)
+
+
+@torch.no_grad()
+def fused_worker(tp: int, when: str) -> dict:
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(2)
+    reference, state = config.get_output(model, inputs), _clone_state(model)
+    if when == "before":
+        model.fuse_qkv_projections()
+        state = _clone_state(model)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    if when == "after":
+        model.fuse_qkv_projections()
+    attention = model.transformer_blocks[0].attn
+    used = []
+    attention.to_qkv.register_forward_hook(lambda *_: used.append("to_qkv"))
+    attention.to_added_qkv.register_forward_hook(lambda *_: used.append("to_added_qkv"))
+    error = relative_l2(config.get_output(model, inputs), reference)
+    rows = [attention.to_qkv.out_features, attention.to_added_qkv.out_features]
+    model.disable_parallelism()
+    fused = relative_l2(config.get_output(model, inputs), reference)
+    if when == "after":
+        model.unfuse_qkv_projections()
+    return {"error": error, "used": used[:2], "rows": rows, "fused": fused, "restored": _same_state(model, state)}
+
+
+def ip_adapter_state_dict(model: FluxTransformer2DModel, seed: int) -> dict:
+    width, text = model.inner_dim, model.config.joint_attention_dim
+    adapter = {}
+    for index in range(model.config.num_layers):
+        for part in ("to_k_ip", "to_v_ip"):
+            seed += 1
+            adapter[f"{index}.{part}.weight"] = randn(width, text, seed=seed) * 0.3
+            adapter[f"{index}.{part}.bias"] = randn(width, seed=seed + 100) * 0.3
+    projection = {
+        "proj.weight": randn(4 * text, 10, seed=seed + 200) * 0.3,
+        "proj.bias": randn(4 * text, seed=seed + 300) * 0.3,
+        "norm.weight": 1 + 0.1 * randn(text, seed=seed + 400),
+        "norm.bias": randn(text, seed=seed + 500) * 0.1,
+    }
+    return {"ip_adapter": adapter, "image_proj": projection}
+
+
+@torch.no_grad()
+def ip_adapter_worker(tp: int, when: str) -> tuple[float, float, bool]:
+    """Error with two IP-Adapters, what they change at all, and whether disabling restores the model."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(2)
+    plain = config.get_output(model, inputs)
+    adapters = [ip_adapter_state_dict(model, seed) for seed in (10, 20)]
+    images = [randn(2, 1, 10, seed=30), randn(2, 1, 10, seed=31)]
+
+    def output() -> torch.Tensor:
+        return config.get_output(
+            model, {**inputs, "joint_attention_kwargs": {"ip_adapter_image_embeds": list(images)}}
+        )
+
+    other = config.get_model()
+    other._load_ip_adapter_weights(adapters)
+    if when == "before":
+        model._load_ip_adapter_weights(adapters)
+    reference = config.get_output(
+        other, {**inputs, "joint_attention_kwargs": {"ip_adapter_image_embeds": list(images)}}
+    )
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    if when == "after":
+        model._load_ip_adapter_weights(adapters)
+    error = relative_l2(output(), reference)
+    model.disable_parallelism()
+    restored = _same_state(model, _clone_state(other)) and torch.equal(output(), reference)
+    return error, relative_l2(plain, reference), restored
+
+
+class TestFluxTransformerTensorParallelCases(unittest.TestCase):
+    @parameterized.expand([(tp, batch_size) for tp in (2, 3, 4) for batch_size in (1, 2)])
+    def test_without_guidance_embedding(self, tp, batch_size):
+        for error in run_ranks(tp, schnell_worker, tp, batch_size):
+            assert error <= FLOAT32_BAR, error
+
+    def test_24_heads_on_5_ranks(self):
+        results = run_ranks(5, uneven_worker, 5)
+        assert all(error <= FLOAT32_BAR for error, _ in results), results
+        assert [sizes[0] for _, sizes in results] == [5, 5, 5, 5, 4]
+        assert [sizes[1] for _, sizes in results] == [80, 80, 80, 80, 64]
+        rows = [sizes[2] for _, sizes in results]
+        assert sum(rows) == 4 * 24 * 16 and all(row % 64 == 0 for row in rows) and max(rows) - min(rows) <= 64, rows
+
+    def test_naive_slices_of_proj_out_fail_the_bar_that_ours_pass(self):
+        for ours, naive in run_ranks(2, naive_proj_out_worker, 2):
+            assert ours <= FLOAT32_BAR, ours
+            assert naive > 0.1, naive
+
+    @parameterized.expand([("before", 2), ("before", 3), ("after", 2), ("after", 3)])
+    def test_fused_projections(self, when, tp):
+        for result in run_ranks(tp, fused_worker, tp, when):
+            assert result["error"] <= FLOAT32_BAR, result
+            assert result["used"] == ["to_qkv", "to_added_qkv"], result
+            assert all(rows <= 3 * 16 * 4 for rows in result["rows"]), result
+            assert result["fused"] <= FLOAT32_BAR, result
+            assert result["restored"], result
+
+    @parameterized.expand([("before", 2), ("before", 3), ("after", 2)])
+    def test_ip_adapter(self, when, tp):
+        for error, effect, restored in run_ranks(tp, ip_adapter_worker, tp, when):
+            assert effect > 1e-2, f"the adapter changes nothing: {effect}"
+            assert error <= FLOAT32_BAR, error
+            assert restored
+
+    @parameterized.expand([(4, 6.1), (2, 12.0), (5, 5.0)])
+    def test_bytes_of_the_real_model(self, tp, gigabytes):
+        with torch.device("meta"):
+            model = FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)
+        report = diffusers_rocm.verify_plan(model, tp)
+        assert 23.8 < report.full_bytes / 1e9 < 23.81
+        assert report.full_bytes / tp <= max(report.rank_bytes) <= gigabytes * 1e9, str(report)
+        assert report.replicated_bytes < 0.01 * report.full_bytes, str(report)
+
+
+if __name__ == "__main__":
+    unittest.main()

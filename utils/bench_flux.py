@@ -1,0 +1,215 @@
+"""Step time and memory of FLUX.1-dev's real shape with random bf16 weights, ours beside the peers, in one run.
+
+    torchrun --nproc_per_node=4 utils/bench_flux.py single tp diffusers-tp single+c tp+c diffusers-tp+c
+
+A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the whole step as a CUDA graph. NAME is `single`
+(one GPU, no parallelism), `tp` (ours) or `diffusers-tp` (DTensor, diffusers 0.40 or later). The speed-up of a mode is
+over the `single` of the same flags, so name that first. `--resolution`, `--double`, `--single`, `--dtype` and
+`--width` change the shape, so that the script can be tried on a CPU. One transformer forward is one step.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import diffusers
+import torch
+import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
+
+import diffusers_rocm
+
+
+def build(args: argparse.Namespace, device: torch.device) -> FluxTransformer2DModel:
+    """The model with random weights that are equal on every rank, made on the device itself."""
+    with torch.device("meta"):
+        heads = args.width // 128
+        model = FluxTransformer2DModel(
+            guidance_embeds=True, num_layers=args.double, num_single_layers=args.single, num_attention_heads=heads
+        )
+    model = model.to(args.dtype).to_empty(device=device).eval().requires_grad_(False)
+    generator = torch.Generator(device=device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.02, generator=generator)
+        elif "norm" in name and name.endswith("weight"):
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, 0.01, generator=generator)
+    return model
+
+
+def inputs(args: argparse.Namespace, device: torch.device) -> dict:
+    generator = torch.Generator(device=device).manual_seed(1)
+    side = args.resolution // 16
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=args.dtype)
+
+    ids = torch.zeros(side, side, 3, device=device, dtype=args.dtype)
+    ids[..., 1] += torch.arange(side, device=device)[:, None]
+    ids[..., 2] += torch.arange(side, device=device)[None]
+    return {
+        "hidden_states": randn(1, side * side, 64),
+        "encoder_hidden_states": randn(1, args.text, 4096),
+        "pooled_projections": randn(1, 768),
+        "timestep": torch.tensor([0.5], device=device, dtype=args.dtype),
+        "guidance": torch.tensor([3.5], device=device),
+        "img_ids": ids.reshape(-1, 3),
+        "txt_ids": torch.zeros(args.text, 3, device=device, dtype=args.dtype),
+        "return_dict": False,
+    }
+
+
+def enable(name: str, model: FluxTransformer2DModel) -> None:
+    if name == "tp":
+        model.enable_parallelism(config=diffusers_rocm.TensorParallelConfig(tp=dist.get_world_size()))
+    elif name == "diffusers-tp":
+        model.enable_parallelism(config=diffusers.TensorParallelConfig(tp_degree=dist.get_world_size()))
+    elif name != "single":
+        raise ValueError(f"unknown mode {name!r}")
+
+
+class Clock:
+    """Times work on the device by its events; on a CPU by the host's clock."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def milliseconds(self, step) -> float:
+        if not self.cuda:
+            start = time.perf_counter()
+            step()
+            return (time.perf_counter() - start) * 1000
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop)
+
+
+def capture(step):
+    """`step` as a CUDA graph: `(replay, graph)`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = step()
+
+    def replay():
+        graph.replay()
+        return output
+
+    return replay
+
+
+@torch.no_grad()
+def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[dict, torch.Tensor]:
+    name, *flags = mode.split("+")
+    model, kwargs, clock = build(args, device), inputs(args, device), Clock(device)
+    enable(name, model)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if "c" in flags:
+        model.compile_repeated_blocks(fullgraph=name != "diffusers-tp")
+
+    def step():
+        return model(**kwargs)[0]
+
+    for _ in range(args.warmup):
+        output = step()
+    if "g" in flags:
+        step = capture(step)
+    clock.sync()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = [clock.milliseconds(step) for _ in range(args.repeats)]
+    output = step()
+    clock.sync()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else math.nan
+    peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    dist.all_gather_into_tensor(peaks, torch.tensor([peak], dtype=torch.float64, device=device))
+    row = {"mode": mode, "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+    row["peak_gib"] = [round(value / 2**30, 3) for value in peaks.tolist()]
+    return row, output.clone()
+
+
+def versions() -> dict:
+    found = {"torch": torch.__version__, "diffusers": diffusers.__version__, "python": platform.python_version()}
+    if torch.cuda.is_available():
+        found["device"] = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found["NCCL_P2P_DISABLE"] = os.environ.get("NCCL_P2P_DISABLE", "0")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modes", nargs="+")
+    parser.add_argument("--resolution", type=int, default=1024)
+    parser.add_argument("--double", type=int, default=19, help="double-stream blocks")
+    parser.add_argument("--single", type=int, default=38, help="single-stream blocks")
+    parser.add_argument("--width", type=int, default=3072)
+    parser.add_argument("--text", type=int, default=512, help="text tokens")
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    device = diffusers_rocm.init()
+    rank = dist.get_rank()
+
+    reference, base, rows = None, {}, []
+    for mode in args.modes:
+        started = time.time()
+        row, output = measure(mode, args, device)
+        name, *flags = mode.split("+")
+        if name == "single":
+            base["+".join(flags)] = row["ms"]
+            reference = output if reference is None else reference
+        row["speedup"] = base.get("+".join(flags), math.nan) / row["ms"]
+        row["relative_l2"] = ((output.float() - reference.float()).norm() / reference.float().norm()).item()
+        rows.append(row)
+        if rank == 0:
+            print(
+                f"{mode:20s} {row['ms']:8.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})  "
+                f"{row['speedup']:5.2f}x  peak {max(row['peak_gib']):6.2f} GiB a rank  "
+                f"relative L2 {row['relative_l2']:.2e}  [{time.time() - started:.0f} s]",
+                flush=True,
+            )
+        del output
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    if rank == 0 and args.out:
+        shape = {key: getattr(args, key) for key in ("resolution", "double", "single", "width", "text")}
+        content = {"command": f"utils/bench_flux.py {' '.join(args.modes)}", "versions": versions()}
+        args.out.write_text(json.dumps({**content, "shape": shape, "rows": rows}, indent=2) + "\n")
+    # Graphs that captured collectives must be gone before their process group is.
+    reference = None
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
