@@ -68,7 +68,7 @@ def errors_worker() -> dict[str, str]:
     with torch.device("meta"):
         refuse("meta", tiny_flux(), TensorParallelConfig(tp=2))
     broken = tiny_flux()
-    broken.transformer_blocks[0].ff.net[2] = torch.nn.Identity()
+    broken.transformer_blocks[0].ff = torch.nn.Identity()
     refuse("module", broken, TensorParallelConfig(tp=2))
     different = tiny_flux(num_layers=1 + torch.distributed.get_rank())
     refuse("models", different, TensorParallelConfig(tp=2))
@@ -130,7 +130,7 @@ class TestEnableParallelism(unittest.TestCase):
             ("heads", ("tp=2", "1 attention head", "tp <= 1")),
             ("class", ("UNet2DModel", "FluxTransformer2DModel")),
             ("meta", ("meta", "from_pretrained")),
-            ("module", ("FluxTransformer2DModel", "transformer_blocks.*.ff.net.2")),
+            ("module", ("FluxTransformer2DModel", "transformer_blocks.*.ff.net.0.proj")),
             ("models", ("different models",)),
             ("2d mesh", ("2 axes", '"tp"')),
             ("mesh size", ("tp=4", "2 ranks")),
