@@ -8,7 +8,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "([^"]+)"', (here / "diffusers_rocm" / "__init__.py").read_text()).group(1)
 
 extras = {
-    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis"],
+    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", "peft"],
     "quality": ["ruff"],
     "bench": ["matplotlib"],
     "quantization": ["torchao", "peft"],
@@ -32,6 +32,8 @@ setup(
         "safetensors",
         "sentencepiece",
         "protobuf",
+        "packaging",
+        "pillow",
     ],
     extras_require=extras,
     entry_points={"console_scripts": ["diffusers-rocm=diffusers_rocm.commands:main"]},

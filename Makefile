@@ -1,0 +1,32 @@
+# make demo and make test set everything up by themselves; PYTHON=... names another Python 3.10 or later.
+# Where that Python has a torch (a ROCm build, say), it is used and never replaced.
+
+PYTHON ?= python3
+# DIFFUSERS=0.37.1 works with that version, in an environment of its own.
+DIFFUSERS ?=
+VENV := .venv$(if $(DIFFUSERS),-diffusers-$(DIFFUSERS))
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: demo test quality style clean
+
+demo: $(READY)
+	$(BIN)/diffusers-rocm generate --tp 2 --seed 0 --prompts-file utils/demo_prompts.txt --out demo --contact-sheet demo/contact_sheet.png
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+quality: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+style: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): setup.py utils/create_venv.sh
+	sh utils/create_venv.sh "$(PYTHON)" "$(VENV)" "$(DIFFUSERS)"
+	touch $@
+
+clean:
+	rm -rf .venv* demo outputs build *.egg-info

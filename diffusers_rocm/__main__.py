@@ -1,0 +1,6 @@
+import sys
+
+from .commands import main
+
+
+sys.exit(main())

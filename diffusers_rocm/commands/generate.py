@@ -1,0 +1,121 @@
+"""`diffusers-rocm generate`: prompts to pictures, on as many ranks as asked for."""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..distributed import default_device_type
+from ..distributed.launching import check_port, launch, under_torchrun
+from ..pipelines.generation import GenerationRequest, generate, random_seed
+from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
+
+
+# The embedded model draws small pictures; FluxPipeline's own defaults are FLUX.1's.
+EMBEDDED_DEFAULTS = {"height": 64, "width": 64, "steps": 20, "max_sequence_length": 32}
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser("generate", help="make pictures from prompts")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--prompts-file", type=Path, help="a UTF-8 text file with one prompt a line")
+    parser.add_argument("--negative-prompt")
+    parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a pipeline's folder or Hub id")
+    parser.add_argument("--lora", help="a LoRA's file, folder or Hub id, fused before the model is sharded")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the denoiser's weights")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--guidance", type=float)
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--max-sequence-length", type=int, help="text tokens")
+    parser.add_argument("--seed", type=int, help="the same picture on any number of ranks (default: random)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
+    parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
+    parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
+    parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
+    parser.add_argument("--port", type=int, default=0, help="for the ranks to meet on (default: any free one)")
+    return parser
+
+
+def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        try:
+            lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.prompts_file} is not UTF-8: {error.reason} at byte {error.start}") from None
+        except OSError as error:
+            raise ValueError(f"cannot read {args.prompts_file}: {error.strerror}") from None
+        prompts += [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompts-file FILE")
+    return tuple(prompts)
+
+
+def check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def check(args: argparse.Namespace) -> GenerationRequest:
+    """Everything that can be known before a rank starts. Raises ValueError."""
+    prompts = read_prompts(args)
+    for name in ("tp", "steps", "height", "width", "max_sequence_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    folder = ModelFolder(args.model)
+    folder.check_degree(args.tp)
+    kind = args.device or default_device_type()
+    if kind != "cpu":
+        count = torch.cuda.device_count()
+        if args.tp > count:
+            raise ValueError(f"--tp {args.tp} needs {args.tp} GPUs and {count} are visible; use --tp <= {count}")
+    if args.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ValueError("--lora needs PEFT: pip install peft")
+    check_port(args.port)
+    check_writable(args.out)
+    if args.contact_sheet is not None:
+        check_writable(args.contact_sheet.parent)
+    options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
+    if Path(args.model) == EMBEDDED_MODEL:
+        options = {name: EMBEDDED_DEFAULTS[name] if value is None else value for name, value in options.items()}
+    return GenerationRequest(
+        model=args.model,
+        prompts=prompts,
+        tp=args.tp,
+        negative_prompt=args.negative_prompt,
+        guidance=args.guidance,
+        seed=random_seed() if args.seed is None else args.seed,
+        dtype=args.dtype,
+        device=args.device,
+        lora=args.lora,
+        compile=args.compile,
+        out=str(args.out),
+        contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),
+        **options,
+    )
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    if under_torchrun():
+        # Ranks that torchrun started must not each draw a seed of their own.
+        if args.seed is None:
+            raise ValueError("under torchrun give --seed, so that all ranks draw the same latents")
+        record(generate)(check(args))
+        return 0
+    request = check(args)
+    if args.tp == 1:
+        generate(request)
+        return 0
+    seed = [] if args.seed is not None else ["--seed", str(request.seed)]
+    return launch(args.tp, ["diffusers_rocm", *argv, *seed], port=args.port)

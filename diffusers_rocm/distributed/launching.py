@@ -1,0 +1,146 @@
+"""Start a command's own ranks on this machine, through torchrun's launcher, and speak for them.
+
+Rank 0's output passes as it is, progress bars included. What the other ranks print is prefixed with their rank, and
+not repeated where another rank printed the same line. When a rank fails the others are ended, and the last line is
+that rank's own error.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+
+def under_torchrun() -> bool:
+    """Is this process a rank already?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_port(port: int) -> None:
+    """Raises ValueError where the port cannot be listened on."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port} is not a port number (0 to 65535)")
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("localhost", port))
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}; leave it out to take any free one") from None
+
+
+def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> int:
+    """Run `python -m MODULE ARGUMENTS...` on `world` ranks of this machine; the exit code of the whole."""
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of a failure is said better below
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    with tempfile.TemporaryDirectory(prefix="diffusers_rocm_") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"localhost:{port}",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
+        # The launcher gives the ranks 30 s to end by themselves; a rank in a collective never would.
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+        with _Forwarder(Path(folder)):
+            try:
+                elastic_launch(config, sys.executable)("-m", *module_and_arguments)
+                return 0
+            except ChildFailedError as error:
+                failure, code = _root_cause(error, Path(folder)), 1
+            except SignalException as error:
+                failure, code = f"stopped by {error.sigval.name}", 128 + error.sigval
+            except KeyboardInterrupt:
+                failure, code = "stopped by SIGINT", 130
+    print(f"diffusers-rocm: {failure}", file=sys.stderr, flush=True)
+    return code
+
+
+def _root_cause(error: ChildFailedError, folder: Path) -> str:
+    """What the first rank to fail said. Those that lost it in the middle of a collective fail after it."""
+    for rank, failure in sorted(error.failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            hint = " (out of host memory?)" if failure.exitcode == -signal.SIGKILL else ""
+            return f"rank {rank} was killed by {name}{hint}"
+    files = sorted(folder.glob("**/error.json"), key=lambda file: file.stat().st_mtime_ns)
+    if files:
+        message = json.loads(files[0].read_text())["message"]
+        text = message["message"] if isinstance(message, dict) else message
+        return f"rank {files[0].parent.name} failed: {text}"
+    rank, failure = next(iter(sorted(error.failures.items())))
+    return f"rank {rank} failed with exit code {failure.exitcode}"
+
+
+class _Forwarder:
+    """Reads the files that the ranks write to and prints them, as the module says."""
+
+    # "[rank1]:", and the "W1121 10:53:57.929000 3522 " of torch's own log lines, differ where the line does not.
+    _NOISE = re.compile(rb"^\[rank\d+\]:\s?|^[IWEF]\d{4} [\d:.]+ \d+ |\b0x[0-9a-f]+\b")
+
+    def __init__(self, folder: Path):
+        self._folder, self._stop = folder, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._offsets: dict[Path, int] = {}
+        self._pending: dict[Path, bytes] = {}
+        self._seen: set[bytes] = set()
+
+    def __enter__(self) -> "_Forwarder":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._forward(last=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.1):
+            self._forward()
+
+    def _forward(self, last: bool = False) -> None:
+        # Rank 0 first: what it says is not said again by the others, who are read in the same sweep.
+        files = sorted(self._folder.glob("**/std*.log"), key=lambda file: int(file.parent.name))
+        for file in files:
+            with file.open("rb") as stream:
+                stream.seek(self._offsets.get(file, 0))
+                text = stream.read()
+            self._offsets[file] = self._offsets.get(file, 0) + len(text)
+            target = sys.stdout if file.name == "stdout.log" else sys.stderr
+            self._print(file, text, int(file.parent.name), target.buffer, last)
+
+    def _print(self, file: Path, text: bytes, rank: int, target, last: bool) -> None:
+        *lines, rest = (self._pending.get(file, b"") + text).split(b"\n")
+        if last and rest:
+            lines, rest = [*lines, rest], b""
+        self._pending[file] = rest
+        if rank == 0:
+            self._seen.update(self._NOISE.sub(b"", line) for line in lines)
+            target.write(text)
+        else:
+            for line in lines:
+                key = self._NOISE.sub(b"", line)
+                if line.strip() and key not in self._seen:
+                    self._seen.add(key)
+                    target.write(b"[rank %d] %s\n" % (rank, line))
+        target.flush()
