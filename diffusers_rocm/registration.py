@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+from packaging.version import Version
 
 
 @dataclass
@@ -20,6 +21,9 @@ class _BareTensorParallelConfig:
 
 # diffusers has a TensorParallelConfig since 0.40; before that ours stands alone.
 TensorParallelConfigBase: type = getattr(diffusers, "TensorParallelConfig", _BareTensorParallelConfig)
+
+# from_pretrained's name for the dtype: renamed in 0.42, where the old one warns.
+DTYPE_ARGUMENT = "dtype" if Version(diffusers.__version__) >= Version("0.42") else "torch_dtype"
 
 _ABSENT = object()
 _lock = threading.RLock()

@@ -77,19 +77,23 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
 
 
 def _root_cause(error: ChildFailedError, folder: Path) -> str:
-    """What the first rank to fail said. Those that lost it in the middle of a collective fail after it."""
+    """What the first rank to fail said.
+
+    Those that lost it in the middle of a collective fail after it, with an error of their own. A rank that died
+    without one (killed, or ended from outside Python) went before them.
+    """
+    errors = {int(file.parent.name): file for file in folder.glob("**/error.json")}
     for rank, failure in sorted(error.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+        if rank in errors or failure.exitcode == -signal.SIGTERM:
+            continue
+        if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of host memory?)" if failure.exitcode == -signal.SIGKILL else ""
             return f"rank {rank} was killed by {name}{hint}"
-    files = sorted(folder.glob("**/error.json"), key=lambda file: file.stat().st_mtime_ns)
-    if files:
-        message = json.loads(files[0].read_text())["message"]
-        text = message["message"] if isinstance(message, dict) else message
-        return f"rank {files[0].parent.name} failed: {text}"
-    rank, failure = next(iter(sorted(error.failures.items())))
-    return f"rank {rank} failed with exit code {failure.exitcode}"
+        return f"rank {rank} failed with exit code {failure.exitcode}"
+    rank = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns)
+    message = json.loads(errors[rank].read_text())["message"]
+    return f"rank {rank} failed: {message['message'] if isinstance(message, dict) else message}"
 
 
 class _Forwarder:

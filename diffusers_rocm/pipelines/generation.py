@@ -23,6 +23,7 @@ from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..models._modeling_parallel import TensorParallelConfig
+from ..registration import DTYPE_ARGUMENT
 from . import parallelize
 from .contact_sheet import contact_sheet
 
@@ -60,7 +61,7 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     if request.dtype != "auto":
         dtype = getattr(torch, request.dtype)
-    pipe = DiffusionPipeline.from_pretrained(request.model, torch_dtype=dtype)
+    pipe = DiffusionPipeline.from_pretrained(request.model, **{DTYPE_ARGUMENT: dtype})
     if request.lora is not None:
         pipe.load_lora_weights(request.lora)
         pipe.fuse_lora()
@@ -147,6 +148,9 @@ def generate(request: GenerationRequest) -> list[Path]:
     started = time.perf_counter()
     device = init(request.device)
     first = not dist.is_initialized() or dist.get_rank() == 0
+    if not first:
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
     pipe, axis = load(request, device)
     arguments = call_arguments(pipe, request)
     loaded = time.perf_counter() - started

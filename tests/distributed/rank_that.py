@@ -1,0 +1,36 @@
+"""A module whose ranks misbehave, for the launcher's tests: `python -m tests.distributed.rank_that WHAT`."""
+
+import os
+import signal
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main(what: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print(f"rank {rank} has pid {os.getpid()}", flush=True)
+    warnings.warn("the same on every rank", UserWarning, stacklevel=1)
+    if rank == 2:
+        print("said by rank 2 alone", file=sys.stderr, flush=True)
+    dist.barrier()
+    if what == "raises" and rank == 1:
+        raise RuntimeError("the cause of it all")
+    if what == "is killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exits" and rank == 1:
+        os._exit(7)
+    if what != "ends":
+        dist.all_reduce(torch.ones(1))  # the others wait here for the one that failed
+        time.sleep(600)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

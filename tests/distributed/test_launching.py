@@ -1,0 +1,97 @@
+"""The launcher: a failing rank ends the run and has the last word; nothing outlives it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import unittest
+
+import pytest
+from parameterized import parameterized
+
+from diffusers_rocm.distributed.launching import check_port
+
+
+def start(what: str, world: int = 3) -> subprocess.Popen:
+    code = (
+        "import sys; from diffusers_rocm.distributed.launching import launch; "
+        f"sys.exit(launch({world}, ['tests.distributed.rank_that', {what!r}]))"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def pids(text: str) -> list[int]:
+    return [int(pid) for pid in re.findall(r"has pid (\d+)", text)]
+
+
+class TestLaunch(unittest.TestCase):
+    def test_a_run_that_ends(self):
+        process = start("ends")
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert re.search(r"^rank 0 has pid", out, re.M) and re.search(r"^\[rank 1\] rank 1 has pid", out, re.M), out
+        assert "[rank 2] said by rank 2 alone" in err
+        # The warning has two lines on each of three ranks, and is printed once.
+        assert err.count("the same on every rank") <= 2, err
+        assert "[rank 1]" not in err, err
+
+    @parameterized.expand(
+        [
+            ("raises", r"rank 1 failed: RuntimeError: the cause of it all"),
+            ("is killed", r"rank 1 was killed by SIGKILL"),
+            ("exits", r"rank 1 failed with exit code 7"),
+        ]
+    )
+    def test_a_rank_that_fails_ends_the_run_and_has_the_last_word(self, what, last_line):
+        process = start(what)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 1, (out, err)
+        assert re.search(last_line, err.strip().splitlines()[-1]), err
+        assert "SIGTERM" not in err, err
+        assert len(pids(out)) == 3 and not any(alive(pid) for pid in pids(out))
+
+    def test_a_failing_run_ends_within_seconds(self):
+        process = start("raises")
+        lines = [process.stdout.readline() for _ in range(3)]
+        assert len(pids("".join(lines))) == 3, lines
+        started = time.monotonic()
+        process.communicate(timeout=60)
+        assert time.monotonic() - started < 20
+
+    @parameterized.expand([(signal.SIGINT,), (signal.SIGTERM,)])
+    def test_an_interrupt_leaves_no_process_behind(self, number):
+        process = start("hangs")
+        lines = [process.stdout.readline() for _ in range(3)]
+        started = pids("".join(lines))
+        assert len(started) == 3 and all(alive(pid) for pid in started), lines
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, err
+        assert err.strip().splitlines()[-1] == f"diffusers-rocm: stopped by {number.name}", err
+        assert not any(alive(pid) for pid in started)
+
+    def test_a_port_in_use(self):
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            listener.listen()
+            with pytest.raises(ValueError, match=r"--port \d+: Address already in use"):
+                check_port(listener.getsockname()[1])
+        check_port(0)
+        with pytest.raises(ValueError, match="70000 is not a port"):
+            check_port(70000)
+
+
+if __name__ == "__main__":
+    unittest.main()
