@@ -36,7 +36,7 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """Processes that become the ranks of a fresh Gloo group for each case."""
+    """Processes that become the ranks of a fresh group for each case: over Gloo, or NCCL for accelerators."""
 
     def __init__(self):
         self._workers: list[tuple[Any, Connection]] = []
@@ -54,7 +54,7 @@ class RankPool:
             process.kill()
         self._workers.clear()
 
-    def run(self, world: int, function: Callable, *args: Any, timeout: float = 240) -> list[Any]:
+    def run(self, world: int, function: Callable, *args: Any, timeout: float = 240, device: str = "cpu") -> list[Any]:
         """`function(*args)` on ranks 0 to world - 1 of a new group; their results in rank order.
 
         Raises:
@@ -64,7 +64,7 @@ class RankPool:
         with tempfile.TemporaryDirectory() as folder:
             store = os.path.join(folder, "store")
             for rank in range(world):
-                self._workers[rank][1].send((world, rank, store, function, args))
+                self._workers[rank][1].send((world, rank, store, device, function, args))
             answers, failures = self._collect(world, time.monotonic() + timeout)
         if failures:
             self.close()  # the ranks that did not fail may wait in a collective for ever
@@ -98,16 +98,19 @@ def _serve(connection: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
-            world, rank, store, function, args = connection.recv()
+            world, rank, store, device, function, args = connection.recv()
         except EOFError:
             return
         try:
             if world > 1:
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-                timeout = timedelta(seconds=60)
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
-                )
+                group = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+                if device == "cpu":
+                    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **group)
+                else:
+                    torch.accelerator.set_device_index(rank)
+                    backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+                    dist.init_process_group(backend, timeout=timedelta(seconds=60), **group)
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -123,6 +126,6 @@ _pool = RankPool()
 atexit.register(_pool.close)
 
 
-def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 240) -> list[Any]:
-    """`function(*args)` on `world` ranks over Gloo; the function must be importable (module level)."""
-    return _pool.run(world, function, *args, timeout=timeout)
+def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 240, device: str = "cpu") -> list[Any]:
+    """`function(*args)` on `world` ranks; the function must be importable (module level)."""
+    return _pool.run(world, function, *args, timeout=timeout, device=device)

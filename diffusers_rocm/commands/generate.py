@@ -14,8 +14,8 @@ from ..pipelines.generation import GenerationRequest, generate, random_seed
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 
 
-# The embedded model draws small pictures; FluxPipeline's own defaults are FLUX.1's.
-EMBEDDED_DEFAULTS = {"height": 64, "width": 64, "steps": 20, "max_sequence_length": 32}
+# What the embedded model was trained for; FluxPipeline's own defaults are those of FLUX.1.
+EMBEDDED_DEFAULTS = {"height": 128, "width": 128, "steps": 20, "max_sequence_length": 16}
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

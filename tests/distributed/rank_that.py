@@ -17,8 +17,8 @@ def main(what: str) -> None:
     rank = dist.get_rank()
     print(f"rank {rank} has pid {os.getpid()}", flush=True)
     warnings.warn("the same on every rank", UserWarning, stacklevel=1)
-    if rank == 2:
-        print("said by rank 2 alone", file=sys.stderr, flush=True)
+    if rank == 1:
+        print("said by rank 1 alone", file=sys.stderr, flush=True)
     dist.barrier()
     if what == "raises" and rank == 1:
         raise RuntimeError("the cause of it all")

@@ -1,0 +1,224 @@
+"""`diffusers-rocm generate` as a user runs it: pictures, their records, and one line for everything that is wrong."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+from diffusers import FluxPipeline
+from parameterized import parameterized
+from PIL import Image
+
+from diffusers_rocm import commands
+from diffusers_rocm.pipelines.generation import file_stem
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+
+
+RED_CIRCLE = "a red circle on a blue background"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "diffusers_rocm", "generate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment})
+
+
+def pixels(folder: Path) -> list[np.ndarray]:
+    return [np.asarray(Image.open(file)) for file in sorted(Path(folder).glob("0*.png"))]
+
+
+class TestGenerate(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def test_one_seed_one_picture_on_any_number_of_ranks(self):
+        prompts = self.folder / "prompts.txt"
+        prompts.write_text(f"{RED_CIRCLE}\n\n  a large grün star on a yellow background  \n", encoding="utf-8")
+        common = (
+            "--prompt",
+            "a white cross on a black background",
+            "--prompts-file",
+            prompts,
+            "--seed",
+            7,
+            "--steps",
+            4,
+        )
+        for tp in (1, 3):
+            result = run(
+                *common, "--tp", tp, "--out", self.folder / str(tp), "--contact-sheet", self.folder / f"{tp}.png"
+            )
+            assert result.returncode == 0, result.stderr
+            assert "3 picture(s)" in result.stdout and f"contact sheet: {self.folder}/{tp}.png" in result.stdout
+        # One progress bar a picture, and nothing from the ranks that have none.
+        assert "4/4" in result.stderr and "s/it" in result.stderr and "[rank" not in result.stdout + result.stderr
+        single, sharded = pixels(self.folder / "1"), pixels(self.folder / "3")
+        assert len(single) == len(sharded) == 3
+        # A float32 difference of 1e-7 may turn the last bit of a rounded pixel.
+        assert all(np.abs(a.astype(int) - b).max() <= 1 for a, b in zip(single, sharded, strict=True))
+        assert np.abs(single[0].astype(int) - single[1]).max() > 50
+        assert Image.open(self.folder / "3.png").width > 3 * 128
+
+        record = json.loads(sorted((self.folder / "3").glob("*.json"))[1].read_text())
+        assert record["prompt"] == RED_CIRCLE and record["seed"] == 7 and record["mesh"] == {"tp": 3}
+        assert record["config"]["steps"] == 4 and record["config"]["height"] == 128
+        assert len(record["step_seconds"]) == 4 and all(second > 0 for second in record["step_seconds"])
+        assert len(record["peak_memory_bytes"]) == 3 and min(record["peak_memory_bytes"]) > 1e8
+        assert record["load_seconds"] > 0 and record["versions"]["torch"] == torch.__version__
+
+    def test_under_torchrun(self):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command = [*launcher, "-m", "diffusers_rocm", "generate", "--prompt", RED_CIRCLE, "--tp", "2", "--steps", "2"]
+        out = ["--out", str(self.folder)]
+        result = subprocess.run([*command, *out, "--seed", "0"], capture_output=True, text=True, timeout=240)
+        assert result.returncode == 0, result.stderr
+        assert len(pixels(self.folder)) == 1
+
+    def test_lora_negative_prompt_and_compile(self):
+        pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
+        from peft import LoraConfig, get_peft_model_state_dict
+
+        targets = ["to_q", "to_out.0", "proj_out", "norm1.linear", "ff.net.2"]
+        pipe.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets))
+        torch.manual_seed(0)
+        for name, parameter in pipe.transformer.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        FluxPipeline.save_lora_weights(self.folder / "lora", get_peft_model_state_dict(pipe.transformer))
+
+        common = ("--prompt", RED_CIRCLE, "--seed", "0", "--steps", "3")
+        cases = {
+            "plain": (),
+            "negative": ("--negative-prompt", "a green star on a white background", "--guidance", "3"),
+            "lora": ("--lora", str(self.folder / "lora")),
+        }
+        pictures = {}
+        for name, arguments in cases.items():
+            assert commands.main(["generate", *common, *arguments, "--out", str(self.folder / name)]) == 0
+            (pictures[name],) = pixels(self.folder / name)
+        for name in ("negative", "lora"):
+            assert np.abs(pictures[name].astype(int) - pictures["plain"]).max() > 5, f"{name} changes nothing"
+        result = run(*common, *cases["lora"], "--compile", "--tp", 2, "--out", self.folder / "compiled")
+        assert result.returncode == 0, result.stderr
+        (compiled,) = pixels(self.folder / "compiled")
+        assert np.abs(compiled.astype(int) - pictures["lora"]).max() <= 1
+
+    def test_a_rank_with_bad_weights(self):
+        model = self.folder / "model"
+        shutil.copytree(EMBEDDED_MODEL, model)
+        weights = model / "transformer" / "diffusion_pytorch_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100_000])
+        out = self.folder / "out"
+        result = run("--model", model, "--prompt", RED_CIRCLE, "--tp", 2, "--out", out, "--height", 64, "--width", 64)
+        assert result.returncode == 1
+        assert re.fullmatch(r"diffusers-rocm: rank \d failed: .*", result.stderr.strip().splitlines()[-1]), (
+            result.stderr
+        )
+        assert "SIGTERM" not in result.stderr
+
+    def test_seed_is_drawn_and_kept_where_none_is_given(self):
+        result = run("--prompt", RED_CIRCLE, "--steps", 1, "--tp", 2, "--out", self.folder)
+        assert result.returncode == 0, result.stderr
+        (file,) = self.folder.glob("*.json")
+        record = json.loads(file.read_text())
+        assert file.stem.endswith(f"-seed{record['seed']}") and record["seed"] == record["config"]["seed"]
+
+    def test_file_names(self):
+        assert file_stem(3, "A red/circle: «grün» ../../etc", 5) == "003-a-red-circle-grün-etc-seed5"
+        assert file_stem(0, "///", 1) == "000-prompt-seed1"
+        assert len(file_stem(0, "word " * 100, 1)) < 80
+
+
+class TestBadInput(unittest.TestCase):
+    """Each of these is one line on stderr and exit code 2, before any rank is started."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        (self.folder / "latin1.txt").write_bytes("ein grüner Stern".encode("latin-1"))
+        (self.folder / "empty.txt").write_text("\n \n")
+        (self.folder / "sd3").mkdir()
+        index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
+        (self.folder / "sd3" / "model_index.json").write_text(json.dumps(index))
+        (self.folder / "broken").mkdir()
+        (self.folder / "broken" / "model_index.json").write_text("{")
+
+    def refuse(self, *arguments: str) -> str:
+        from contextlib import redirect_stderr
+        from io import StringIO
+
+        stderr = StringIO()
+        with redirect_stderr(stderr), mock.patch("diffusers_rocm.commands.generate.launch") as launch:
+            try:
+                filled = [argument.format(folder=self.folder) for argument in arguments]
+                code = commands.main(["generate", "--out", f"{self.folder}/out", *filled])
+            except SystemExit as error:  # argparse
+                code = error.code
+        assert code == 2 and not launch.called, stderr.getvalue()
+        return stderr.getvalue()
+
+    @parameterized.expand(
+        [
+            ("no prompt", [], "no prompt"),
+            ("bad UTF-8", ["--prompts-file", "{folder}/latin1.txt"], "latin1.txt is not UTF-8"),
+            ("empty file", ["--prompts-file", "{folder}/empty.txt"], "no prompt"),
+            ("missing file", ["--prompts-file", "{folder}/missing.txt"], "cannot read .*missing.txt: No such file"),
+            ("out is a file", ["--prompt", "x", "--out", "{folder}/empty.txt"], "cannot write to .*empty.txt"),
+            ("out below a file", ["--prompt", "x", "--out", "{folder}/empty.txt/a"], "cannot write to"),
+            (
+                "sheet below a file",
+                ["--prompt", "x", "--out", "{folder}", "--contact-sheet", "{folder}/empty.txt/a.png"],
+                "cannot write to",
+            ),  # fmt: skip
+            ("no model", ["--prompt", "x", "--model", "{folder}/none"], "none: no model_index.json there"),
+            ("not a pipeline", ["--prompt", "x", "--model", "{folder}"], "no model_index.json there"),
+            (
+                "no plan",
+                ["--prompt", "x", "--model", "{folder}/sd3"],
+                "SD3Transformer2DModel has no tensor-parallel plan",
+            ),
+            ("broken index", ["--prompt", "x", "--model", "{folder}/broken"], "model_index.json is not JSON"),
+            ("more ranks than heads", ["--prompt", "x", "--tp", "9"], "--tp 9 exceeds the 8 attention heads"),
+            ("no ranks", ["--prompt", "x", "--tp", "0"], "--tp must be at least 1; got 0"),
+            ("no steps", ["--prompt", "x", "--steps", "-1"], "--steps must be at least 1; got -1"),
+            ("no height", ["--prompt", "x", "--height", "0"], "--height must be at least 1"),
+            ("port", ["--prompt", "x", "--port", "99999"], "99999 is not a port"),
+        ]
+    )
+    def test_message(self, name, arguments, message):
+        stderr = self.refuse(*arguments)
+        assert re.fullmatch(f"diffusers-rocm: .*{message}.*\n", stderr), stderr
+
+    def test_a_model_that_is_not_on_the_hub(self):
+        with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+            stderr = self.refuse("--prompt", "x", "--model", "nobody/nothing")
+        assert re.fullmatch("diffusers-rocm: nobody/nothing: no model_index.json there.*\n", stderr), stderr
+
+    def test_a_port_in_use(self):
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            listener.listen()
+            stderr = self.refuse("--prompt", "x", "--tp", "2", "--port", str(listener.getsockname()[1]))
+        assert re.fullmatch(r"diffusers-rocm: --port \d+: Address already in use.*\n", stderr), stderr
+
+    def test_nonsense_for_a_number(self):
+        assert "invalid int value: 'two'" in self.refuse("--prompt", "x", "--tp", "two")
+
+    def test_under_torchrun_a_seed_is_needed(self):
+        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
+            assert "give --seed" in self.refuse("--prompt", "x")
+
+
+if __name__ == "__main__":
+    unittest.main()

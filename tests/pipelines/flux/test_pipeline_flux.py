@@ -1,0 +1,174 @@
+"""The embedded checkpoint through diffusers' own FluxPipeline: the pictures must be right, on any number of ranks.
+
+This sees what no tensor comparison with random weights does: pure noise, drawn without a crash.
+"""
+
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from parameterized import parameterized
+
+from diffusers_rocm import TensorParallelConfig, parallelize
+from diffusers_rocm.distributed.sharding import Block, Shard
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+
+from ...models.testing_utils.parallelism import BF16_RATIO
+from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks, slow
+
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "utils"))
+from check_shapes import held_out_prompts, matches, read_picture, training_prompts  # noqa: E402
+
+
+CALL = {"height": 128, "width": 128, "num_inference_steps": 8, "max_sequence_length": 16}
+
+
+def draw(pipe: FluxPipeline, prompts: list[str], **changes) -> list:
+    """One picture a prompt, each from latents of its own that do not depend on the batch."""
+    images = []
+    for start in range(0, len(prompts), 16):
+        batch = prompts[start : start + 16]
+        generators = [torch.Generator().manual_seed(1000 + start + index) for index in range(len(batch))]
+        images += pipe(batch, generator=generators, **{**CALL, **changes}).images
+    return images
+
+
+def load() -> FluxPipeline:
+    pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def answers_worker(tp: int, prompts: list[str]) -> list[tuple]:
+    pipe = load()
+    parallelize(pipe, TensorParallelConfig(tp=tp))
+    return [tuple(read_picture(image)) for image in draw(pipe, prompts)]
+
+
+def naive_worker(tp: int, prompts: list[str]) -> int:
+    """How many pictures are right with bug TP-1: the single blocks' proj_out cut as one contiguous run."""
+    pipe = load()
+    full = [block.proj_out.weight.detach().clone() for block in pipe.transformer.single_transformer_blocks]
+    parallelize(pipe, TensorParallelConfig(tp=tp))
+    for block, weight in zip(pipe.transformer.single_transformer_blocks, full, strict=True):
+        naive = Shard(1, (Block(weight.shape[1], 1),)).take(weight, dist.get_rank(), tp)
+        block.proj_out.weight.data.copy_(naive)
+    return sum(matches(image, prompt) for image, prompt in zip(draw(pipe, prompts), prompts, strict=True))
+
+
+def perturbed_worker(tp: int, what: str) -> bool:
+    """One rank is fed something else; what the transformer answers must still be the first rank's, on all ranks."""
+    pipe = load()
+    parallelize(pipe, TensorParallelConfig(tp=tp))
+    rank = dist.get_rank()
+    prompts = ["a red circle on a blue background", "a green star on a white background"]
+    prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
+    seed = rank if what == "latents" else 0
+    if what == "timesteps":
+        pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, "shift": 2.0 + rank})
+    outputs = []
+    pipe.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0].clone()))
+    image = pipe(prompt, generator=torch.Generator().manual_seed(seed), **CALL).images[0]
+    gathered = outputs[-1].clone()
+    dist.broadcast(gathered, src=0)
+    return torch.equal(gathered, outputs[-1]) and (rank != 0 or matches(image, prompts[0]))
+
+
+@torch.no_grad()
+def checkpoint_worker(path: str, tp: int, device: str) -> tuple[float, float]:
+    """Errors of one forward of a real checkpoint in bf16 against float32: on one rank, and sharded."""
+    generator = torch.Generator().manual_seed(0)
+    model = FluxTransformer2DModel.from_pretrained(path, subfolder="transformer").to(torch.bfloat16).to(device)
+    config, side, text = model.config, 16, 64
+    ids = torch.zeros(side, side, 3)
+    ids[..., 1] += torch.arange(side)[:, None]
+    ids[..., 2] += torch.arange(side)[None]
+    inputs = {
+        "hidden_states": torch.randn(1, side * side, config.in_channels, generator=generator),
+        "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim, generator=generator),
+        "pooled_projections": torch.randn(1, config.pooled_projection_dim, generator=generator),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": ids.reshape(-1, 3),
+        "txt_ids": torch.zeros(text, 3),
+    }
+    if config.guidance_embeds:
+        inputs["guidance"] = torch.tensor([4.0])
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    half = {name: value.bfloat16() for name, value in inputs.items()}
+    exact = {name: value.float() for name, value in half.items()}
+    single = model(**half).sample
+    reference = model.float()(**exact).sample
+    model.to(torch.bfloat16).enable_parallelism(config=TensorParallelConfig(tp=tp))
+    return relative_l2(single.cpu(), reference.cpu()), relative_l2(model(**half).sample.cpu(), reference.cpu())
+
+
+def fetch(repository: str) -> str:
+    """The transformer of a checkpoint on the Hub; skips where it cannot be had."""
+    try:
+        return snapshot_download(repository, allow_patterns=["transformer/*"])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        pytest.skip(f"{repository} cannot be fetched: {type(error).__name__}")
+
+
+class TestEmbeddedFlux(unittest.TestCase):
+    def test_held_out_prompts_are_right_and_equal_on_1_2_and_4_ranks(self):
+        prompts = held_out_prompts(64)
+        assert len(set(prompts)) == 64 and not set(prompts) & set(training_prompts())
+        single = answers_worker(1, prompts)
+        right = sum(matches_answer(answer, prompt) for answer, prompt in zip(single, prompts, strict=True))
+        assert right >= 61, f"{right} of 64 right in one process"
+        for tp in (2, 4):
+            for answers in run_ranks(tp, answers_worker, tp, prompts):
+                different = [(p, a, b) for p, a, b in zip(prompts, single, answers, strict=True) if a != b]
+                assert not different, different
+
+    def test_naive_slices_draw_noise(self):
+        for right in run_ranks(2, naive_worker, 2, held_out_prompts(8)):
+            assert right == 0
+
+    @parameterized.expand([("latents",), ("prompt",), ("timesteps",)])
+    def test_inputs_of_one_rank_perturbed(self, what):
+        assert all(run_ranks(3, perturbed_worker, 3, what))
+
+    def test_checkpoint_in_bf16(self):
+        for single, sharded in run_ranks(2, checkpoint_worker, str(EMBEDDED_MODEL), 2, "cpu"):
+            assert 1e-4 < single < 0.1 and sharded <= BF16_RATIO * single, (sharded, single)
+
+    def test_it_is_small_and_complete(self):
+        files = [file for file in EMBEDDED_MODEL.rglob("*") if file.is_file()]
+        assert sum(file.stat().st_size for file in files) < 8_000_000
+        assert not [file for file in files if file.suffix in (".bin", ".pt", ".ckpt", ".pkl")]
+        assert {"README.md", "LICENSE", "model_index.json"} <= {file.name for file in files}
+
+
+def matches_answer(answer: tuple, prompt: str) -> bool:
+    from check_shapes import parse_prompt
+
+    return answer == tuple(parse_prompt(prompt))
+
+
+@slow
+@require_torch_multi_accelerator
+class TestFluxCheckpointsSlow(unittest.TestCase):
+    """Real checkpoints, tp=2 and tp=4 against one GPU of the same run."""
+
+    @parameterized.expand([(name, tp) for name in ("FLUX.1-dev", "FLUX.1-schnell") for tp in (2, 4)])
+    def test_checkpoint_in_bf16(self, name, tp):
+        count = torch.accelerator.device_count()
+        if tp > count:
+            pytest.skip(f"tp={tp} needs {tp} accelerators, found {count}")
+        path = fetch(f"black-forest-labs/{name}")
+        device = torch.accelerator.current_accelerator().type
+        for single, sharded in run_ranks(tp, checkpoint_worker, path, tp, device, device=device, timeout=1800):
+            assert 1e-4 < single < 0.1 and sharded <= BF16_RATIO * single, (sharded, single)
+
+
+if __name__ == "__main__":
+    unittest.main()
