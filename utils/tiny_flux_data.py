@@ -1,4 +1,4 @@
-"""What the tiny FLUX checkpoint is trained on: the drawings of the prompts, and the tokenizers that read the prompts."""
+"""What the tiny FLUX checkpoint is trained on: drawings of the prompts, and tokenizers that read the prompts."""
 
 import json
 import multiprocessing

@@ -383,7 +383,7 @@ autoencoder, with {EMPTY_PROMPTS:.0%} empty prompts, so that `true_cfg_scale` wi
 {how}
 
 Drawings, noise and order come from fixed seeds. Some GPU kernels sum in an order that varies, so a second training
-gives another set of weights of the same quality, not the same bits. A training that is ended by its time limit also
+gives other weights, not the same bits. A training that is ended by its time limit also
 depends on how fast the machine is.
 
 ## How good it is
@@ -391,7 +391,7 @@ depends on how fast the machine is.
 Measured on the saved folder, read again as float32, on prompts whose combination of shape, colour and background was
 in no training prompt of any size. `utils/check_shapes.py` judged; shape, colour, background and size must be right.
 The limits of that reader were set with pictures of the seeds from 0 in view, so the other seeds are the fairer test.
-What is counted wrong is, as far as seen, a small star or cross with wobbly edges, not a wrong colour.
+A picture that is counted wrong is usually a small star or cross of bad form in the right colours.
 
 | setting | held-out prompts |
 | --- | --- |

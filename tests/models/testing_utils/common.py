@@ -10,6 +10,7 @@ class BaseModelTesterConfig:
     model_class: type[nn.Module]
     # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
     repeated_block_count: int
+    device = "cpu"
 
     def get_init_dict(self) -> dict:
         raise NotImplementedError
@@ -29,7 +30,10 @@ class BaseModelTesterConfig:
                     parameter.normal_(1, 0.2)
                 else:
                     parameter.normal_(0, 0.3)
-        return model.to(dtype)
+        return model.to(self.device, dtype)
+
+    def get_inputs(self, batch_size: int = 1) -> dict:
+        return {name: value.to(self.device) for name, value in self.get_dummy_inputs(batch_size).items()}
 
     def get_output(self, model: nn.Module, inputs: dict) -> torch.Tensor:
         """The model's answer as one tensor, whatever its structure."""

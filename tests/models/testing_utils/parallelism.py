@@ -1,7 +1,7 @@
 """Tensor-parallel tests of a model: real ranks over Gloo, each comparing with its own single process run."""
 
-import pickle
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ def _clone_state(model) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def parity_worker(config: BaseModelTesterConfig, tp: int, batch_size: int) -> dict:
     """Float32 error of the sharded forward, and whether disabling restores the model bit by bit."""
-    model, inputs = config.get_model(), config.get_dummy_inputs(batch_size)
+    model, inputs = config.get_model(), config.get_inputs(batch_size)
     reference, state = config.get_output(model, inputs), _clone_state(model)
     classes = [type(module) for module in model.modules()]
     full = sum(parameter.numel() for parameter in model.parameters())
@@ -57,7 +57,7 @@ def parity_worker(config: BaseModelTesterConfig, tp: int, batch_size: int) -> di
 @torch.no_grad()
 def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple[float, float]:
     """Errors against float32 of bf16 in a single process, and sharded."""
-    inputs = config.get_dummy_inputs(2)
+    inputs = config.get_inputs(2)
     # Weights that bf16 holds exactly, so that the error is that of the arithmetic.
     reference_model = config.get_model(dtype=torch.bfloat16).float()
     reference = config.get_output(reference_model, inputs)
@@ -67,7 +67,7 @@ def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple
         model = config.get_model(dtype=torch.bfloat16)
         floating = ("hidden_states", "encoder_hidden_states", "pooled_projections", "controlnet_cond")
         inputs = {k: v.bfloat16() if k in floating else v for k, v in inputs.items()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(config.device, torch.bfloat16, enabled=autocast):
         single = config.get_output(model, inputs)
         model.enable_parallelism(config=TensorParallelConfig(tp=tp))
         sharded = config.get_output(model, inputs)
@@ -76,7 +76,7 @@ def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple
 
 def gradient_worker(config: BaseModelTesterConfig, tp: int) -> dict[str, float]:
     """Relative errors of all gradients: of the inputs, and of each parameter, gathered."""
-    model, inputs = config.get_model(), config.get_dummy_inputs(2)
+    model, inputs = config.get_model(), config.get_inputs(2)
     leaves = {name: value.requires_grad_() for name, value in inputs.items() if value.is_floating_point()}
     leaves = {
         name: value for name, value in leaves.items() if name not in ("timestep", "guidance", "img_ids", "txt_ids")
@@ -85,7 +85,7 @@ def gradient_worker(config: BaseModelTesterConfig, tp: int) -> dict[str, float]:
     def backward() -> dict[str, torch.Tensor]:
         output = config.get_output(model, inputs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
-        (output * weights).sum().backward()
+        (output * weights.to(output.device)).sum().backward()
         grads = {name: value.grad.clone() for name, value in leaves.items()}
         for value in leaves.values():
             value.grad = None
@@ -116,7 +116,7 @@ def compile_worker(config: BaseModelTesterConfig, tp: int, whole: bool) -> tuple
 
     torch._dynamo.reset()
     counters.clear()
-    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
     if whole:
@@ -138,8 +138,9 @@ def save_worker(config: BaseModelTesterConfig, tp: int, folder: str, max_shard_s
     state = _clone_state(model)
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    loaded = config.model_class.from_pretrained(folder)
+    loaded = config.model_class.from_pretrained(folder).to(config.device)
     sharded = config.model_class.from_pretrained(folder, parallel_config=TensorParallelConfig(tp=tp))
+    sharded.to(config.device)
     is_sharded = next(sharded_modules(sharded), None) is not None
     sharded.disable_parallelism()
     return _same_state(loaded, state) and is_sharded and _same_state(sharded, state)
@@ -150,7 +151,7 @@ def different_weights_worker(config: BaseModelTesterConfig, tp: int) -> tuple[fl
     """Ranks that start from different weights: the error against the first rank's model."""
     from torch.distributed import get_rank
 
-    inputs = config.get_dummy_inputs(1)
+    inputs = config.get_inputs(1)
     reference = config.get_output(config.get_model(seed=0), inputs)
     model = config.get_model(seed=get_rank())
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
@@ -162,7 +163,7 @@ class TensorParallelTesterMixin:
 
     @parameterized.expand([(tp, batch_size) for tp in (2, 3, 4) for batch_size in (1, 2)])
     def test_parity_and_disable(self, tp, batch_size):
-        for result in run_ranks(tp, parity_worker, self.tester(), tp, batch_size):
+        for result in self.ranks(tp, parity_worker, tp, batch_size):
             assert result["error"] <= FLOAT32_BAR, result
             assert result["inference_mode_equal"], result
             assert result["share"] < 1.3 / tp + 0.1, result
@@ -170,13 +171,13 @@ class TensorParallelTesterMixin:
 
     @parameterized.expand([(2, False), (4, False), (2, True)])
     def test_bf16(self, tp, autocast):
-        for single, sharded in run_ranks(tp, bf16_worker, self.tester(), tp, autocast):
+        for single, sharded in self.ranks(tp, bf16_worker, tp, autocast):
             assert 1e-4 < single < 0.1, f"not a bf16 run: {single}"
             assert sharded <= BF16_RATIO * single, (sharded, single)
 
     @parameterized.expand([(2,), (3,)])
     def test_gradients(self, tp):
-        for errors in run_ranks(tp, gradient_worker, self.tester(), tp):
+        for errors in self.ranks(tp, gradient_worker, tp):
             assert len(errors) > 10
             assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
 
@@ -184,26 +185,26 @@ class TensorParallelTesterMixin:
     def test_compile_repeated_blocks(self, tp):
         if not self.repeated_block_count:
             pytest.skip("the class names no repeated blocks")
-        for error, graphs in run_ranks(tp, compile_worker, self.tester(), tp, False):
+        for error, graphs in self.ranks(tp, compile_worker, tp, False):
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
 
     def test_compile_whole_model(self):
-        for error, graphs in run_ranks(3, compile_worker, self.tester(), 3, True):
+        for error, graphs in self.ranks(3, compile_worker, 3, True):
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
 
     @parameterized.expand([(2, "10GB"), (3, "1MB")])
     def test_save_pretrained(self, tp, max_shard_size):
         with tempfile.TemporaryDirectory() as folder:
-            assert all(run_ranks(tp, save_worker, self.tester(), tp, folder, max_shard_size))
+            assert all(self.ranks(tp, save_worker, tp, folder, max_shard_size))
             files = sorted(file.name for file in Path(folder).iterdir())
             sharded = any("-of-" in name for name in files)
             assert sharded == (max_shard_size == "1MB"), files
             assert not any(name.endswith(".partial") for name in files), files
 
     def test_ranks_that_start_from_different_weights(self):
-        for error in run_ranks(2, different_weights_worker, self.tester(), 2):
+        for error in self.ranks(2, different_weights_worker, 2):
             assert error <= FLOAT32_BAR, error
 
     def test_plan_leaves_nothing_unexplained(self):
@@ -213,7 +214,9 @@ class TensorParallelTesterMixin:
         assert not report.unused_rules and not report.unsharded_linears, str(report)
         assert report.unexplained_bytes <= 0.01 * report.full_bytes, str(report)
 
-    def tester(self) -> BaseModelTesterConfig:
-        """The config without the test case around it: this is what travels to the ranks."""
-        config = next(cls for cls in type(self).__mro__ if cls.__name__.endswith("TesterConfig"))
-        return pickle.loads(pickle.dumps(config()))
+    def ranks(self, tp: int, worker: Callable, *args) -> list:
+        """`worker(config, *args)` on `tp` ranks, with the config without the test case around it."""
+        config = next(cls for cls in type(self).__mro__ if cls.__name__.endswith("TesterConfig"))()
+        if self.device != "cpu" and tp > torch.accelerator.device_count():
+            pytest.skip(f"needs {tp} accelerators, found {torch.accelerator.device_count()}")
+        return run_ranks(tp, worker, config, *args, device=self.device)

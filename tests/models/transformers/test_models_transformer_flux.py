@@ -8,7 +8,7 @@ import diffusers_rocm
 from diffusers_rocm import TensorParallelConfig
 from diffusers_rocm.distributed.sharding import Block, Shard
 
-from ...testing_utils import relative_l2, run_ranks
+from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin, _clone_state, _same_state
 
@@ -67,6 +67,17 @@ class FluxSchnellTransformerTesterConfig(FluxTransformerTesterConfig):
 
 class TestFluxTransformerTensorParallel(FluxTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase):
     pass
+
+
+class FluxAcceleratorTransformerTesterConfig(FluxTransformerTesterConfig):
+    device = "cuda"  # ROCm's name too
+
+
+@require_torch_multi_accelerator
+class TestFluxTransformerTensorParallelAccelerator(
+    FluxAcceleratorTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase
+):
+    """The same over NCCL or RCCL."""
 
 
 @torch.no_grad()

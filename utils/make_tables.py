@@ -1,0 +1,70 @@
+"""Write the tables of README.md and docs/ from the runs in docs/benchmarks/: `python utils/make_tables.py [--check]`."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).parent.parent
+RUNS = ROOT / "docs" / "benchmarks"
+
+
+def read(name: str) -> dict:
+    return json.loads((RUNS / f"{name}.json").read_text())
+
+
+def source(run: dict, name: str) -> str:
+    versions = run["versions"]
+    return (
+        f"`torchrun --nproc_per_node=4 {run['command']}`; {versions['device']}, torch {versions['torch']}, diffusers "
+        f"{versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{name}.json`)."
+    )
+
+
+def flux_tp4() -> str:
+    run = read("flux_tp4_4xh200")
+    lines = ["| mode | ms a step | over one GPU in the same mode | peak GiB a rank | error |", "|---|---|---|---|---|"]
+    for row in run["rows"]:
+        lines.append(
+            f"| `{row['mode']}` | {row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak_gib']):.2f} "
+            f"| {row['error']:.2e} |"
+        )
+    return "\n".join([*lines, "", source(run, "flux_tp4_4xh200")])
+
+
+def collectives() -> str:
+    nvlink, host = (read(name)["microseconds"] for name in ("collectives_4xh200", "collectives_4xh200_p2p_off"))
+    lines = ["| | NVLink | P2P off |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {nvlink[name]:.0f} | {host[name]:.0f} |" for name in nvlink)])
+
+
+TABLES = {"flux_tp4": flux_tp4, "collectives": collectives}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a table is not up to date")
+    check = parser.parse_args().check
+    stale = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        old = page.read_text()
+        new = re.sub(
+            r"<!-- table: (\w+) -->\n.*?<!-- end -->",
+            lambda match: f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->",
+            old,
+            flags=re.S,
+        )
+        if new != old:
+            stale.append(page.name)
+            if not check:
+                page.write_text(new)
+    if check and stale:
+        print(f"not up to date: {', '.join(stale)}; run python utils/make_tables.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
