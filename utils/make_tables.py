@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/ from the runs in docs/benchmarks/: `python utils/make_tables.py [--check]`."""
+"""Write the tables of README.md and docs/ from the runs in docs/benchmarks/."""
 
 import argparse
 import json

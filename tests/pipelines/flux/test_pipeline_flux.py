@@ -154,6 +154,14 @@ def matches_answer(answer: tuple, prompt: str) -> bool:
     return answer == tuple(parse_prompt(prompt))
 
 
+@require_torch_multi_accelerator
+class TestEmbeddedFluxAccelerator(unittest.TestCase):
+    def test_checkpoint_in_bf16(self):
+        device = torch.accelerator.current_accelerator().type
+        for single, sharded in run_ranks(2, checkpoint_worker, str(EMBEDDED_MODEL), 2, device, device=device):
+            assert 1e-4 < single < 0.1 and sharded <= BF16_RATIO * single, (sharded, single)
+
+
 @slow
 @require_torch_multi_accelerator
 class TestFluxCheckpointsSlow(unittest.TestCase):
