@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import default_device_type
@@ -112,6 +113,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         if args.seed is None:
             raise ValueError("under torchrun give --seed, so that all ranks draw the same latents")
         record(generate)(check(args))
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return 0
     request = check(args)
     if args.tp == 1:

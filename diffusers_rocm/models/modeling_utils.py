@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
-from ..hooks.modulation import compute_modulation_once
+from ..hooks.modulation import StepModulation
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
     resolve,
@@ -35,7 +34,7 @@ class Parallelism:
 
     config: TensorParallelConfig
     axis: Axis
-    hooks: tuple[RemovableHandle, ...] = ()
+    modulation: StepModulation | None = None
 
 
 def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:
@@ -68,12 +67,12 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
         if axis.rank == 0:
             logger.warning(f"the ranks' weights differ, first in {difference}: all ranks take those of the first rank")
         _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
-    hooks = []
+    modulation = None
     if axis.size > 1:
         shard_modules(placements, axis, from_first=difference is not None)
         if plan.embedding is not None:
-            hooks = compute_modulation_once(model, model.get_submodule(plan.embedding))
-    model.parallelism = Parallelism(config, axis, tuple(hooks))
+            modulation = StepModulation(model, model.get_submodule(plan.embedding))
+    model.parallelism = Parallelism(config, axis, modulation)
 
 
 @torch.no_grad()
@@ -116,8 +115,8 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         """
         if getattr(self, "parallelism", None) is None:
             raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
-        for hook in self.parallelism.hooks:
-            hook.remove()
+        if self.parallelism.modulation is not None:
+            self.parallelism.modulation.remove()
         unshard_modules(self)
         del self.parallelism
 
