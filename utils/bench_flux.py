@@ -71,8 +71,8 @@ def inputs(args: argparse.Namespace, device: torch.device) -> dict:
 def enable(name: str, model: FluxTransformer2DModel) -> None:
     if name in ("tp", "tp-gather-each"):
         model.enable_parallelism(config=diffusers_rocm.TensorParallelConfig(tp=dist.get_world_size()))
-        if name == "tp-gather-each":
-            model.parallelism.modulation.remove()
+        for hook in model.parallelism.hooks if name == "tp-gather-each" else ():
+            hook.remove()
     elif name == "diffusers-tp":
         model.enable_parallelism(config=diffusers.TensorParallelConfig(tp_degree=dist.get_world_size()))
     elif name != "single":

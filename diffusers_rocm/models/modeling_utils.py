@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from diffusers.utils import logging
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
@@ -30,11 +31,17 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What a parallel model knows about itself, in its attribute `parallelism`."""
+    """What a parallel model knows about itself, in its attribute `parallelism`.
+
+    Attributes:
+        config: what was asked for.
+        axis: the ranks that hold the model's parts.
+        hooks: what was hung on the model, each with a `remove()`.
+    """
 
     config: TensorParallelConfig
     axis: Axis
-    modulation: StepModulation | None = None
+    hooks: list[StepModulation | RemovableHandle] = field(default_factory=list)
 
 
 def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:
@@ -67,12 +74,11 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
         if axis.rank == 0:
             logger.warning(f"the ranks' weights differ, first in {difference}: all ranks take those of the first rank")
         _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
-    modulation = None
+    model.parallelism = Parallelism(config, axis)
     if axis.size > 1:
         shard_modules(placements, axis, from_first=difference is not None)
         if plan.embedding is not None:
-            modulation = StepModulation(model, model.get_submodule(plan.embedding))
-    model.parallelism = Parallelism(config, axis, modulation)
+            model.parallelism.hooks.append(StepModulation(model, model.get_submodule(plan.embedding)))
 
 
 @torch.no_grad()
@@ -115,8 +121,8 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         """
         if getattr(self, "parallelism", None) is None:
             raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
-        if self.parallelism.modulation is not None:
-            self.parallelism.modulation.remove()
+        for hook in self.parallelism.hooks:
+            hook.remove()
         unshard_modules(self)
         del self.parallelism
 

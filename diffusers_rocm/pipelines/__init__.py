@@ -10,7 +10,8 @@ from ..models._modeling_parallel import TensorParallelConfig
 def parallelize(pipe: DiffusionPipeline, config: TensorParallelConfig) -> Axis:
     """Make the denoiser of a pipeline that is in memory parallel, in place, and keep its ranks' inputs equal.
 
-    Every rank runs the pipeline; all of them arrive at the same latents, those of the axis' first rank.
+    Every rank runs the pipeline; all of them arrive at the same latents, those of the axis' first rank. A ControlNet is
+    a model of its own and stays whole: call its `enable_parallelism` to shard it too.
 
     Returns:
         The axis that the denoiser is sharded over.
@@ -26,5 +27,5 @@ def parallelize(pipe: DiffusionPipeline, config: TensorParallelConfig) -> Axis:
     for denoiser in denoisers:
         denoiser.enable_parallelism(config=config)
         if denoiser.parallelism.axis.size > 1:
-            synchronise_inputs(denoiser, denoiser.parallelism.axis)
+            denoiser.parallelism.hooks.append(synchronise_inputs(denoiser, denoiser.parallelism.axis))
     return denoisers[0].parallelism.axis
