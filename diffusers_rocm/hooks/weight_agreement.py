@@ -9,18 +9,19 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A scalar int64 of the tensor's bits and their order.
 
-
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar int64 of the tensor's bits that depends on their order: row sums, weighted by the row's number."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    words = tensor.view(_WORDS[tensor.element_size()])
-    rows = words.reshape(-1, words.shape[-1] if words.ndim > 1 else 1).sum(dim=1, dtype=torch.int64)
-    weights = torch.arange(len(rows), device=rows.device) * 2 + 1
-    return (rows * weights).sum()
+    Sums of 1024 words of 8 bytes each, the runs weighted by their number: one pass at the speed of memory.
+    """
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
+    whole = words.numel() // 1024 * 1024
+    sums = torch.cat([words[:whole].view(-1, 1024).sum(dim=1), words[whole:], rest.long()])
+    return (sums * (torch.arange(sums.numel(), device=sums.device) * 2 + 1)).sum()
 
 
 def first_difference(model: nn.Module, axis: Axis) -> str | None:
@@ -37,6 +38,6 @@ def first_difference(model: nn.Module, axis: Axis) -> str | None:
             f"the ranks hold different models: parameter names, shapes or dtypes differ over the {axis.size} ranks of "
             f"axis {axis.name}; build the same model with the same dtype on each"
         )
-    rows = all_gather_int64(torch.stack([_fingerprint(tensor).cpu() for tensor in tensors.values()]), axis)
+    rows = all_gather_int64(torch.stack([fingerprint(tensor).cpu() for tensor in tensors.values()]), axis)
     differing = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
     return list(tensors)[differing[0]] if differing else None

@@ -10,7 +10,7 @@ from ..models._modeling_parallel import TensorParallelConfig
 def parallelize(pipe: DiffusionPipeline, config: TensorParallelConfig) -> Axis:
     """Make the denoiser of a pipeline that is in memory parallel, in place, and keep its ranks' inputs equal.
 
-    Every rank runs the pipeline; all of them arrive at the same latents, those of the axis' first rank. A ControlNet is
+    Every rank runs the pipeline; all of them arrive at the latents of the axis' first rank. A ControlNet is
     a model of its own and stays whole: call its `enable_parallelism` to shard it too.
 
     Returns:

@@ -50,6 +50,7 @@ def parity_worker(config: BaseModelTesterConfig, tp: int, batch_size: int) -> di
         "inference_mode_equal": torch.equal(in_inference_mode, output),
         "share": local / full,
         "restored": _same_state(model, state) and [type(module) for module in model.modules()] == classes,
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
         "output_restored": torch.equal(config.get_output(model, inputs), reference),
     }
 
@@ -167,7 +168,7 @@ class TensorParallelTesterMixin:
             assert result["error"] <= FLOAT32_BAR, result
             assert result["inference_mode_equal"], result
             assert result["share"] < 1.3 / tp + 0.1, result
-            assert result["restored"] and result["output_restored"], result
+            assert result["restored"] and result["output_restored"] and result["hooks"] == 0, result
 
     @parameterized.expand([(2, False), (4, False), (2, True)])
     def test_bf16(self, tp, autocast):

@@ -1,0 +1,49 @@
+"""Fingerprints tell any two tensors apart that a slip could confuse; enabling finds where ranks differ."""
+
+import unittest
+
+import torch
+from parameterized import parameterized
+from torch import nn
+
+from diffusers_rocm.hooks.weight_agreement import fingerprint, first_difference
+
+from ..distributed.test_collectives import world_axis
+from ..testing_utils import run_ranks
+
+
+def difference_worker(where: str) -> str | None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
+    if torch.distributed.get_rank() == 1 and where == "one bit":
+        model[0].weight.data[-1, -1] = torch.nextafter(model[0].weight.data[-1, -1], torch.tensor(9.0))
+    if torch.distributed.get_rank() == 1 and where == "buffer":
+        model[1].running_mean[3] += 1
+    return first_difference(model, world_axis())
+
+
+class TestWeightAgreement(unittest.TestCase):
+    @parameterized.expand(
+        [(dtype,) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.complex64)]
+        + [(torch.float8_e4m3fn,), (torch.bool,)]
+    )
+    def test_fingerprint(self, dtype):
+        tensor = torch.randn(131, 77, generator=torch.Generator().manual_seed(0)).mul(50).to(dtype)
+        same = fingerprint(tensor)
+        assert same == fingerprint(tensor.clone())
+        assert same == fingerprint(tensor.T.contiguous().T)  # by value, not by layout
+        other = tensor.clone()
+        other.view(torch.uint8)[130, -1] ^= 1
+        assert same != fingerprint(other)
+        if dtype != torch.bool:
+            assert same != fingerprint(tensor.roll(1, 0))
+        assert fingerprint(tensor[0, 1:6]) == fingerprint(tensor[0, 1:6].clone())  # not aligned to words
+        fingerprint(tensor[0, 0]), fingerprint(tensor[:0])
+
+    @parameterized.expand([("nowhere", None), ("one bit", "0.weight"), ("buffer", "1.running_mean")])
+    def test_first_difference(self, where, name):
+        assert run_ranks(3, difference_worker, where) == [name] * 3
+
+
+if __name__ == "__main__":
+    unittest.main()
