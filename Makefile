@@ -19,6 +19,7 @@ test: $(READY)
 quality: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python utils/make_tables.py --check
 
 style: $(READY)
 	$(BIN)/ruff check --fix .

@@ -6,6 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import torch
+from diffusers import FluxTransformer2DModel
+
+from diffusers_rocm import verify_plan
+
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "docs" / "benchmarks"
@@ -23,10 +28,13 @@ def source(run: dict, name: str) -> str:
     )
 
 
-def flux_tp4() -> str:
+def flux_tp4(modes: tuple[str, ...] = ()) -> str:
+    """All modes of the run, or the ones named."""
     run = read("flux_tp4_4xh200")
     lines = ["| mode | ms a step | over one GPU in the same mode | peak GiB a rank | error |", "|---|---|---|---|---|"]
     for row in run["rows"]:
+        if modes and row["mode"] not in modes:
+            continue
         lines.append(
             f"| `{row['mode']}` | {row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak_gib']):.2f} "
             f"| {row['error']:.2e} |"
@@ -40,7 +48,25 @@ def collectives() -> str:
     return "\n".join([*lines, *(f"| {name} | {nvlink[name]:.0f} | {host[name]:.0f} |" for name in nvlink)])
 
 
-TABLES = {"flux_tp4": flux_tp4, "collectives": collectives}
+def flux_bytes() -> str:
+    """From the plan and the real config, on the meta device."""
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(guidance_embeds=True)
+    lines = ["| `tp` | GB a rank | an even share | replicated, of it |", "|---|---|---|---|"]
+    for tp in (1, 2, 3, 4, 5, 8, 24):
+        report = verify_plan(model, tp)
+        halved = [size / 2e9 for size in (max(report.rank_bytes), report.full_bytes / tp, report.replicated_bytes)]
+        lines.append("| {} | {:.2f} | {:.2f} | {:.2f} |".format(tp, *halved if tp > 1 else (*halved[:2], 0)))
+    return "\n".join(lines)
+
+
+SHORT = ("single", "diffusers-tp", "tp", "single+c", "diffusers-tp+c", "tp+c")
+TABLES = {
+    "flux_tp4": flux_tp4,
+    "flux_tp4_short": lambda: flux_tp4(SHORT),
+    "flux_bytes": flux_bytes,
+    "collectives": collectives,
+}
 
 
 def main() -> int:

@@ -125,7 +125,7 @@ def peak_memory(axis: Axis, device: torch.device) -> list[int]:
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
-        peak = torch.accelerator.max_memory_allocated()
+        peak = torch.get_device_module(device.type).max_memory_allocated()
     return all_gather_int64(torch.tensor([peak]), axis).flatten().tolist()
 
 
