@@ -15,9 +15,11 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -102,11 +104,15 @@ class _Forwarder:
     # "[rank1]:", and the "W1121 10:53:57.929000 3522 " of torch's own log lines, differ where the line does not.
     _NOISE = re.compile(rb"^\[rank\d+\]:\s?|^[IWEF]\d{4} [\d:.]+ \d+ |\b0x[0-9a-f]+\b")
 
+    # How long a line of another rank waits for rank 0 to say the same.
+    _PATIENCE = 2.0
+
     def __init__(self, folder: Path):
         self._folder, self._stop = folder, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._offsets: dict[Path, int] = {}
-        self._pending: dict[Path, bytes] = {}
+        self._unfinished: dict[Path, bytes] = {}
+        self._waiting: list[tuple[float, int, bytes, BinaryIO]] = []
         self._seen: set[bytes] = set()
 
     def __enter__(self) -> "_Forwarder":
@@ -123,28 +129,29 @@ class _Forwarder:
             self._forward()
 
     def _forward(self, last: bool = False) -> None:
-        # Rank 0 first: what it says is not said again by the others, who are read in the same sweep.
-        files = sorted(self._folder.glob("**/std*.log"), key=lambda file: int(file.parent.name))
-        for file in files:
+        for file in sorted(self._folder.glob("**/std*.log"), key=lambda file: int(file.parent.name)):
             with file.open("rb") as stream:
                 stream.seek(self._offsets.get(file, 0))
                 text = stream.read()
             self._offsets[file] = self._offsets.get(file, 0) + len(text)
-            target = sys.stdout if file.name == "stdout.log" else sys.stderr
-            self._print(file, text, int(file.parent.name), target.buffer, last)
-
-    def _print(self, file: Path, text: bytes, rank: int, target, last: bool) -> None:
-        *lines, rest = (self._pending.get(file, b"") + text).split(b"\n")
-        if last and rest:
-            lines, rest = [*lines, rest], b""
-        self._pending[file] = rest
-        if rank == 0:
-            self._seen.update(self._NOISE.sub(b"", line) for line in lines)
-            target.write(text)
-        else:
-            for line in lines:
-                key = self._NOISE.sub(b"", line)
-                if line.strip() and key not in self._seen:
-                    self._seen.add(key)
-                    target.write(b"[rank %d] %s\n" % (rank, line))
-        target.flush()
+            rank, target = int(file.parent.name), sys.stdout if file.name == "stdout.log" else sys.stderr
+            *lines, rest = (self._unfinished.get(file, b"") + text).split(b"\n")
+            if last and rest:
+                lines, rest = [*lines, rest], b""
+            self._unfinished[file] = rest
+            if rank == 0:
+                self._seen.update(self._NOISE.sub(b"", line) for line in lines)
+                target.buffer.write(text)
+                target.buffer.flush()
+            else:
+                self._waiting += [(time.monotonic(), rank, line, target.buffer) for line in lines if line.strip()]
+        due = len(self._waiting)
+        if not last:
+            due = sum(since + self._PATIENCE < time.monotonic() for since, *_ in self._waiting)
+        for _, rank, line, target in self._waiting[:due]:
+            key = self._NOISE.sub(b"", line)
+            if key not in self._seen:
+                self._seen.add(key)
+                target.write(b"[rank %d] %s\n" % (rank, line))
+                target.flush()
+        del self._waiting[:due]

@@ -16,6 +16,7 @@ def main(what: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     print(f"rank {rank} has pid {os.getpid()}", flush=True)
+    time.sleep(1 - rank)  # rank 0 is the last to say it, and is still the one that is heard
     warnings.warn("the same on every rank", UserWarning, stacklevel=1)
     if rank == 1:
         print("said by rank 1 alone", file=sys.stderr, flush=True)
