@@ -27,6 +27,9 @@ class Axis:
     first: int
     device: torch.device
 
+    def __deepcopy__(self, memo: dict) -> "Axis":
+        return self  # a copied model is on the same ranks
+
     @classmethod
     def single(cls, name: str) -> "Axis":
         return cls(name, None, 0, 1, 0, torch.device("cpu"))

@@ -35,9 +35,11 @@ class StepModulation:
         source.register_buffer(
             "modulation_order", torch.cat(order).to(self._linears[0].weight.device), persistent=False
         )
+        self._in_forward = False
         self._hooks = [
             source.register_forward_hook(self._compute),
-            model.register_forward_hook(self._clear, always_call=True),
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
         ]
 
     def remove(self) -> None:
@@ -46,9 +48,23 @@ class StepModulation:
             hook.remove()
         del self._source.modulation_order
 
+    def _begin(self, *_) -> None:
+        self._end()  # an interrupted forward may have left its answers
+        self._in_forward = True
+        if not torch.compiler.is_compiling():
+            # Last among the hooks of the source: another may change what the blocks will see.
+            self._source._forward_hooks.move_to_end(self._hooks[0].id)
+
+    def _end(self, *_) -> None:
+        """An answer is good for the step that it was computed in."""
+        self._in_forward = False
+        for linear in self._linears:
+            linear.ready = None
+
     def _compute(self, source: nn.Module, args: tuple, embedding: torch.Tensor) -> None:
         # With gradients, or with weights that offloading brings in block by block, each Linear computes its own.
-        if torch.is_grad_enabled() or any(linear.weight.device != embedding.device for linear in self._linears):
+        elsewhere = any(linear.weight.device != embedding.device for linear in self._linears)
+        if torch.is_grad_enabled() or elsewhere or not self._in_forward:
             return
         x = F.silu(embedding)
         local = torch.cat([F.linear(x, linear.weight, linear.bias) for linear in self._linears], dim=-1)
@@ -56,8 +72,3 @@ class StepModulation:
         gathered = stacked.transpose(0, 1).flatten(1).index_select(1, source.modulation_order)
         for linear, output in zip(self._linears, gathered.split(self._features, dim=-1), strict=True):
             linear.ready = output
-
-    def _clear(self, *_) -> None:
-        """An answer is good for the step that it was computed in."""
-        for linear in self._linears:
-            linear.ready = None

@@ -17,7 +17,7 @@ from torch import nn
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.sharding import Block, Shard
-from ..models.plans.plan import TensorParallelPlan, match
+from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
 
 
@@ -87,15 +87,16 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
     for rule, rule_style, found in match(model, plan.rules):
         name, _, argument = rule_style.partition(":")
         style = STYLES[name]
-        if not found and not rule.endswith("?"):
+        if not found and not rule.endswith("?") and not runs_through_nothing(model, rule):
             raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {rule!r}")
         for path, module in found:
             if hasattr(module, "sharding"):
                 continue
             if style.accepts and type(module) not in style.accepts:
                 accepted = " or ".join(cls.__name__ for cls in style.accepts)
+                kind = f"{type(module).__module__}.{type(module).__qualname__}"
                 raise ValueError(
-                    f"{path} is a {type(module).__name__} and cannot be sharded, only a {accepted} can: fuse "
+                    f"{path} is a {kind} and cannot be sharded, only a {accepted} can: fuse "
                     "and unload adapters (fuse_lora, unload_lora_weights) and load the model unquantised"
                 )
             blocks: tuple[Block, ...] = ()
@@ -113,6 +114,7 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
     return placements
 
 
+@torch.inference_mode(False)
 def shard_modules(placements: list[Placement], axis: Axis, from_first: bool = False) -> None:
     """Turn each placed module into this rank's part of it.
 
@@ -123,10 +125,10 @@ def shard_modules(placements: list[Placement], axis: Axis, from_first: bool = Fa
         if placement.style == "replicate":
             continue
         attributes: dict[str, Any] = {"__class__": type(module)}
-        shapes = {}
+        shapes, requires_grad = {}, {}
         for name, shard in placement.shards.items():
             parameter = getattr(module, name)
-            shapes[name] = parameter.shape
+            shapes[name], requires_grad[name] = parameter.shape, parameter.requires_grad
             full = broadcast_from_first(parameter.detach(), axis) if from_first else parameter.detach()
             _set_parameter(module, name, shard.take(full, axis.rank, axis.size), parameter.requires_grad)
         if placement.style == "heads":
@@ -138,15 +140,17 @@ def shard_modules(placements: list[Placement], axis: Axis, from_first: bool = Fa
             module.out_features, module.in_features = module.weight.shape
         if style.becomes is not None:
             module.__class__ = style.becomes
-        module.sharding = layers.Sharding(axis, placement.shards, shapes, attributes)
+        module.sharding = layers.Sharding(axis, placement.shards, shapes, requires_grad, attributes)
 
 
+@torch.inference_mode(False)
 def unshard_modules(model: nn.Module) -> None:
     """Gather every sharded module back to what it was, in the order of the model's modules, on all ranks."""
     for module in sharded_modules(model):
         sharding = module.sharding
         for name in sharding.shards:
-            requires_grad = module.weight.requires_grad
+            local = getattr(module, name)
+            requires_grad = sharding.requires_grad[name] if local is None else local.requires_grad
             _set_parameter(module, name, gather_parameter(module, name), requires_grad)
         for name, value in sharding.attributes.items():
             setattr(module, name, value)
@@ -197,7 +201,8 @@ def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, .
         "out_features": shapes["weight"][0],
     }
     module.__class__ = layers.ColumnParallelLinear
-    module.sharding = layers.Sharding(axis, shards, shapes, attributes)
+    requires_grad = {name: getattr(module, name).requires_grad for name in shards}
+    module.sharding = layers.Sharding(axis, shards, shapes, requires_grad, attributes)
 
 
 def _set_parameter(module: nn.Module, name: str, value: torch.Tensor | None, requires_grad: bool) -> None:

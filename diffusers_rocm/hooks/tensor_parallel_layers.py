@@ -27,12 +27,14 @@ class Sharding:
         axis: the ranks that hold the rest.
         shards: parameter name -> its layout.
         shapes: parameter name -> its full shape.
+        requires_grad: parameter name -> whether it was trained; a rank without its share of a bias cannot tell.
         attributes: what sharding overwrote, as it was: class and sizes.
     """
 
     axis: Axis
     shards: dict[str, Shard] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
 
 

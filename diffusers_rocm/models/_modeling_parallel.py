@@ -72,6 +72,8 @@ class TensorParallelConfig(TensorParallelConfigBase):
 
 
 def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh must be a DeviceMesh; got a {type(mesh).__name__}")
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         return mesh

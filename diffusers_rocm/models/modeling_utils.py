@@ -77,7 +77,7 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
     model.parallelism = Parallelism(config, axis)
     if axis.size > 1:
         shard_modules(placements, axis, from_first=difference is not None)
-        if plan.embedding is not None:
+        if any(placement.style == "modulation" for placement in placements):
             model.parallelism.hooks.append(StepModulation(model, model.get_submodule(plan.embedding)))
 
 
@@ -98,16 +98,18 @@ def _ours(config: Any) -> TensorParallelConfig | None:
 
 def wrap_enable_parallelism(original: Callable) -> Callable:
     @functools.wraps(original)
-    def enable_parallelism(self, *, config, **kwargs):
+    def enable_parallelism(self, *, config, cp_plan=None):
         ours = _ours(config)
         if ours is not None:
+            if cp_plan is not None:
+                raise ValueError(f"cp_plan is for context parallelism; {ours} takes none")
             return enable_tensor_parallelism(self, ours)
         if getattr(self, "parallelism", None) is not None:
             raise ValueError(
                 f"this {type(self).__name__} is parallel already ({self.parallelism.config}); call "
                 "disable_parallelism() first"
             )
-        return original(self, config=config, **kwargs)
+        return original(self, config=config, cp_plan=cp_plan)
 
     return enable_parallelism
 

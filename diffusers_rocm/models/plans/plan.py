@@ -64,6 +64,16 @@ def at(prefix: str, rules: Mapping[str, str]) -> dict[str, str]:
     return {f"{prefix}.{path}" if path else prefix: style for path, style in rules.items()}
 
 
+def runs_through_nothing(model: nn.Module, rule: str) -> bool:
+    """Does the rule speak of the members of a list that is empty in this model (`num_single_layers=0`, say)?"""
+    parent, star, _ = rule.partition(".*")
+    try:
+        container = model.get_submodule(parent)
+    except AttributeError:
+        return False
+    return bool(star) and isinstance(container, nn.ModuleList) and len(container) == 0
+
+
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
     """`(rule, style, [(path, module), ...])` for every rule, in order."""
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ...hooks.tensor_parallel import STYLES, resolve
+from ...hooks.tensor_parallel import STYLES, resolve, sharded_modules
 from . import get_tensor_parallel_plan
-from .plan import match
+from .plan import match, runs_through_nothing
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,19 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
     """Lay the model's plan over `tp` ranks without changing anything; a model on meta will do.
 
     Raises:
-        ValueError: the class has no plan, or the degree cannot be had.
+        ValueError: the class has no plan, the degree cannot be had, or the model is sharded already.
     """
+    if tp < 1:
+        raise ValueError(f"tp must be at least 1; got {tp}")
+    if next(sharded_modules(model), None) is not None:
+        raise ValueError(f"this {type(model).__name__} is sharded already; verify the whole model")
     plan = get_tensor_parallel_plan(model)
     rules = list(match(model, plan.rules))
-    unused = tuple(rule for rule, _, found in rules if not found and not rule.endswith("?"))
+    unused = tuple(
+        rule
+        for rule, _, found in rules
+        if not found and not rule.endswith("?") and not runs_through_nothing(model, rule)
+    )
     fitting = {rule: style for rule, style in plan.rules.items() if rule not in unused}
     placements = resolve(model, replace(plan, rules=fitting), tp)
 
