@@ -2,7 +2,9 @@
 
 import argparse
 import importlib.util
+import math
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import default_device_type
 from ..distributed.launching import check_port, launch, under_torchrun
-from ..pipelines.generation import GenerationRequest, generate, random_seed
+from ..pipelines.generation import GenerationRequest, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 
 
@@ -32,7 +34,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
-    parser.add_argument("--seed", type=int, help="the same picture on any number of ranks (default: random)")
+    parser.add_argument("--seed", type=int, help="one seed, one picture, on any number of ranks")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
@@ -67,6 +69,14 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
 
 
+def check_lora(lora: str) -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("--lora needs PEFT: pip install peft")
+    hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", lora) is not None
+    if not Path(lora).exists() and not hub_id:
+        raise ValueError(f"--lora {lora}: no such file or folder, and not the id of a repository on the Hub")
+
+
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Everything that can be known before a rank starts. Raises ValueError."""
     prompts = read_prompts(args)
@@ -76,16 +86,26 @@ def check(args: argparse.Namespace) -> GenerationRequest:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     folder = ModelFolder(args.model)
     folder.check_degree(args.tp)
-    kind = args.device or default_device_type()
-    if kind != "cpu":
+    if args.seed is not None and not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
+    if args.guidance is not None and not math.isfinite(args.guidance):
+        raise ValueError(f"--guidance must be a finite number; got {args.guidance}")
+    if args.device == "cuda" or (args.device is None and default_device_type() != "cpu"):
         count = torch.cuda.device_count()
         if args.tp > count:
-            raise ValueError(f"--tp {args.tp} needs {args.tp} GPUs and {count} are visible; use --tp <= {count}")
-    if args.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ValueError("--lora needs PEFT: pip install peft")
-    check_port(args.port)
+            raise ValueError(f"--tp {args.tp} needs as many GPUs and {count} are visible; --device cpu needs none")
+    if args.lora is not None:
+        check_lora(args.lora)
+    if under_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if world != args.tp:
+            raise ValueError(f"torchrun started {world} rank(s) and --tp is {args.tp}; both must be the same")
+    else:  # a rank finds its own launcher on the port
+        check_port(args.port)
     check_writable(args.out)
     if args.contact_sheet is not None:
+        if args.contact_sheet.suffix.lower() != ".png":
+            raise ValueError(f"--contact-sheet writes a PNG; {args.contact_sheet} does not end in .png")
         check_writable(args.contact_sheet.parent)
     options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
     if Path(args.model) == EMBEDDED_MODEL:
@@ -96,7 +116,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         tp=args.tp,
         negative_prompt=args.negative_prompt,
         guidance=args.guidance,
-        seed=random_seed() if args.seed is None else args.seed,
+        seed=args.seed,
         dtype=args.dtype,
         device=args.device,
         lora=args.lora,
@@ -107,18 +127,12 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     )
 
 
-def run(args: argparse.Namespace, argv: list[str]) -> int:
+def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     if under_torchrun():
-        # Ranks that torchrun started must not each draw a seed of their own.
-        if args.seed is None:
-            raise ValueError("under torchrun give --seed, so that all ranks draw the same latents")
-        record(generate)(check(args))
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        record(generate)(request)
+        dist.destroy_process_group()
         return 0
-    request = check(args)
     if args.tp == 1:
         generate(request)
         return 0
-    seed = [] if args.seed is not None else ["--seed", str(request.seed)]
-    return launch(args.tp, ["diffusers_rocm", *argv, *seed], port=args.port)
+    return launch(args.tp, ["diffusers_rocm", *argv], port=args.port)

@@ -18,11 +18,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace, argv: list[str]) -> int:
+def check(args: argparse.Namespace) -> str:
+    """The report. Raises ValueError."""
     folder = ModelFolder(args.model)
     cls = getattr(diffusers, folder.denoiser_class)
     with torch.device("meta"):
         model = cls.from_config(folder.denoiser_config()).to(getattr(torch, args.dtype))
     report = str(verify_plan(model, args.tp))
-    print(report if args.explain else report.splitlines()[0])
+    return report if args.explain else report.splitlines()[0]
+
+
+def run(report: str, args: argparse.Namespace, argv: list[str]) -> int:
+    print(report)
     return 0

@@ -3,12 +3,11 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers.utils import logging
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
@@ -29,6 +28,12 @@ from .plans import get_tensor_parallel_plan
 logger = logging.get_logger(__name__)
 
 
+class Removable(Protocol):
+    """What can be taken off a model again."""
+
+    def remove(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """What a parallel model knows about itself, in its attribute `parallelism`.
@@ -41,7 +46,7 @@ class Parallelism:
 
     config: TensorParallelConfig
     axis: Axis
-    hooks: list[StepModulation | RemovableHandle] = field(default_factory=list)
+    hooks: list[Removable] = field(default_factory=list)
 
 
 def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:

@@ -3,15 +3,16 @@
 from diffusers import DiffusionPipeline
 
 from ..distributed.axis import Axis
-from ..hooks.rank_guard import synchronise_inputs
+from ..hooks.rank_guard import SynchronisedScheduler, synchronise_inputs
 from ..models._modeling_parallel import TensorParallelConfig
 
 
 def parallelize(pipe: DiffusionPipeline, config: TensorParallelConfig) -> Axis:
-    """Make the denoiser of a pipeline that is in memory parallel, in place, and keep its ranks' inputs equal.
+    """Make the denoiser of a pipeline that is in memory parallel, in place, and keep its ranks equal.
 
-    Every rank runs the pipeline; all of them arrive at the latents of the axis' first rank. A ControlNet is
-    a model of its own and stays whole: call its `enable_parallelism` to shard it too.
+    Every rank runs the pipeline, for the same number of steps. The first rank's schedule, latents and embeddings
+    count: all ranks arrive at its latents, whatever their own seeds and prompts. The scheduler is the one that the
+    pipeline has now. A ControlNet is a model of its own and stays whole: call its `enable_parallelism` to shard it.
 
     Returns:
         The axis that the denoiser is sharded over.
@@ -26,6 +27,9 @@ def parallelize(pipe: DiffusionPipeline, config: TensorParallelConfig) -> Axis:
         raise ValueError(f"{type(pipe).__name__} has {kind}; only diffusion transformers can be parallel")
     for denoiser in denoisers:
         denoiser.enable_parallelism(config=config)
-        if denoiser.parallelism.axis.size > 1:
-            denoiser.parallelism.hooks.append(synchronise_inputs(denoiser, denoiser.parallelism.axis))
-    return denoisers[0].parallelism.axis
+    first = denoisers[0].parallelism
+    if first.axis.size > 1:
+        for denoiser in denoisers:
+            denoiser.parallelism.hooks.append(synchronise_inputs(denoiser, first.axis))
+        first.hooks.append(SynchronisedScheduler(pipe.scheduler, first.axis))
+    return first.axis

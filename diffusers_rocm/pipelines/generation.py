@@ -21,7 +21,7 @@ from PIL import Image
 from .. import __version__
 from ..distributed import init
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather_int64
+from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..models._modeling_parallel import TensorParallelConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
@@ -30,7 +30,7 @@ from .contact_sheet import contact_sheet
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The pictures to make; None leaves a value to the pipeline's own default."""
+    """The pictures to make; None leaves a value to the pipeline's own default, and a seed to chance."""
 
     model: str
     prompts: tuple[str, ...]
@@ -41,7 +41,7 @@ class GenerationRequest:
     height: int | None = None
     width: int | None = None
     max_sequence_length: int | None = None
-    seed: int = 0
+    seed: int | None = None
     dtype: str = "auto"
     device: str | None = None
     lora: str | None = None
@@ -153,6 +153,8 @@ def generate(request: GenerationRequest) -> list[Path]:
         transformers.utils.logging.disable_progress_bar()
     pipe, axis = load(request, device)
     arguments = call_arguments(pipe, request)
+    seed = random.SystemRandom().randrange(2**31) if request.seed is None else request.seed
+    seed = broadcast_from_first(torch.tensor(seed), axis).item()
     loaded = time.perf_counter() - started
 
     bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
@@ -160,7 +162,7 @@ def generate(request: GenerationRequest) -> list[Path]:
     timer, files, images = StepTimer(device), [], []
     for index, prompt in enumerate(request.prompts):
         # Drawn on the CPU: the same numbers on every rank, device and world size.
-        generator = torch.Generator().manual_seed(request.seed)
+        generator = torch.Generator().manual_seed(seed)
         timer.start()
         result = pipe(
             prompt,
@@ -172,13 +174,19 @@ def generate(request: GenerationRequest) -> list[Path]:
         peaks = peak_memory(axis, device)
         if not first:
             continue
-        file = Path(request.out, file_stem(index, prompt, request.seed) + ".png")
+        file = Path(request.out, file_stem(index, prompt, seed) + ".png")
         image: Image.Image = result.images[0]
         image.save(file)
         record = {
             "prompt": prompt,
-            "seed": request.seed,
-            "config": {k: v for k, v in asdict(request).items() if k not in ("prompts", "out", "contact_sheet")},
+            "seed": seed,
+            "config": {
+                **{k: v for k, v in asdict(request).items() if k not in ("prompts", "seed", "out", "contact_sheet")},
+                "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+                "device": device.type,
+                "pipeline": type(pipe).__name__,
+                "arguments": arguments,
+            },
             "mesh": {"tp": axis.size},
             "step_seconds": [round(step, 5) for step in timer.steps],
             "load_seconds": round(loaded, 3),
@@ -199,7 +207,3 @@ def generate(request: GenerationRequest) -> list[Path]:
             f"{median:.1f} ms a step, {time.perf_counter() - started:.1f} s in all"
         )
     return files
-
-
-def random_seed() -> int:
-    return random.SystemRandom().randrange(2**31)

@@ -22,6 +22,8 @@ class ModelFolder:
     def __init__(self, model: str):
         self.model = model
         index = self._json("model_index.json")
+        if not isinstance(index, dict):
+            raise ValueError(f"{model}: its model_index.json is not that of a pipeline")
         name = next((name for name in ("transformer", "unet") if index.get(name, [None])[0]), None)
         if name is None:
             raise ValueError(f"{model}: its model_index.json names no transformer")

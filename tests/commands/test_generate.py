@@ -71,18 +71,30 @@ class TestGenerate(unittest.TestCase):
 
         record = json.loads(sorted((self.folder / "3").glob("*.json"))[1].read_text())
         assert record["prompt"] == RED_CIRCLE and record["seed"] == 7 and record["mesh"] == {"tp": 3}
-        assert record["config"]["steps"] == 4 and record["config"]["height"] == 128
+        assert (
+            record["config"]["arguments"]["num_inference_steps"] == 4
+            and record["config"]["arguments"]["height"] == 128
+        )
         assert len(record["step_seconds"]) == 4 and all(second > 0 for second in record["step_seconds"])
         assert len(record["peak_memory_bytes"]) == 3 and min(record["peak_memory_bytes"]) > 1e8
         assert record["load_seconds"] > 0 and record["versions"]["torch"] == torch.__version__
 
-    def test_under_torchrun(self):
+    def test_under_torchrun_and_without_a_seed(self):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         command = [*launcher, "-m", "diffusers_rocm", "generate", "--prompt", RED_CIRCLE, "--tp", "2", "--steps", "2"]
-        out = ["--out", str(self.folder)]
-        result = subprocess.run([*command, *out, "--seed", "0"], capture_output=True, text=True, timeout=240)
+        out = ["--out", str(self.folder), "--dtype", "bfloat16"]
+        result = subprocess.run([*command, *out], capture_output=True, text=True, timeout=240)
         assert result.returncode == 0, result.stderr
-        assert len(pixels(self.folder)) == 1
+        (file,) = self.folder.glob("*.json")
+        record = json.loads(file.read_text())
+        assert file.stem.endswith(f"-seed{record['seed']}") and record["config"]["dtype"] == "bfloat16"
+
+    def test_a_port_of_its_own(self):
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
+        result = run("--prompt", RED_CIRCLE, "--steps", 1, "--tp", 2, "--port", port, "--out", self.folder)
+        assert result.returncode == 0, result.stderr
 
     def test_lora_negative_prompt_and_compile(self):
         pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
@@ -126,13 +138,6 @@ class TestGenerate(unittest.TestCase):
         )
         assert "SIGTERM" not in result.stderr
 
-    def test_seed_is_drawn_and_kept_where_none_is_given(self):
-        result = run("--prompt", RED_CIRCLE, "--steps", 1, "--tp", 2, "--out", self.folder)
-        assert result.returncode == 0, result.stderr
-        (file,) = self.folder.glob("*.json")
-        record = json.loads(file.read_text())
-        assert file.stem.endswith(f"-seed{record['seed']}") and record["seed"] == record["config"]["seed"]
-
     def test_file_names(self):
         assert file_stem(3, "A red/circle: «grün» ../../etc", 5) == "003-a-red-circle-grün-etc-seed5"
         assert file_stem(0, "///", 1) == "000-prompt-seed1"
@@ -151,6 +156,8 @@ class TestBadInput(unittest.TestCase):
         (self.folder / "sd3").mkdir()
         index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
         (self.folder / "sd3" / "model_index.json").write_text(json.dumps(index))
+        (self.folder / "list").mkdir()
+        (self.folder / "list" / "model_index.json").write_text("[]")
         (self.folder / "broken").mkdir()
         (self.folder / "broken" / "model_index.json").write_text("{")
 
@@ -193,6 +200,12 @@ class TestBadInput(unittest.TestCase):
             ("no ranks", ["--prompt", "x", "--tp", "0"], "--tp must be at least 1; got 0"),
             ("no steps", ["--prompt", "x", "--steps", "-1"], "--steps must be at least 1; got -1"),
             ("no height", ["--prompt", "x", "--height", "0"], "--height must be at least 1"),
+            ("sheet is no PNG", ["--prompt", "x", "--contact-sheet", "{folder}/sheet"], "does not end in .png"),
+            ("no such LoRA", ["--prompt", "x", "--lora", "{folder}/lora"], "lora: no such file"),
+            ("huge seed", ["--prompt", "x", "--seed", "99999999999999999999"], "--seed must be from 0"),
+            ("negative seed", ["--prompt", "x", "--seed", "-1"], "--seed must be from 0"),
+            ("no number", ["--prompt", "x", "--guidance", "nan"], "--guidance must be a finite number"),
+            ("index is a list", ["--prompt", "x", "--model", "{folder}/list"], "not that of a pipeline"),
             ("port", ["--prompt", "x", "--port", "99999"], "99999 is not a port"),
         ]
     )
@@ -215,9 +228,9 @@ class TestBadInput(unittest.TestCase):
     def test_nonsense_for_a_number(self):
         assert "invalid int value: 'two'" in self.refuse("--prompt", "x", "--tp", "two")
 
-    def test_under_torchrun_a_seed_is_needed(self):
-        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
-            assert "give --seed" in self.refuse("--prompt", "x")
+    def test_torchrun_with_another_number_of_ranks(self):
+        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="2"):
+            assert "torchrun started 2 rank(s) and --tp is 1" in self.refuse("--prompt", "x")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from diffusers import FluxTransformer2DModel, UNet2DModel
 from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
-from diffusers_rocm import TensorParallelConfig
+from diffusers_rocm import TensorParallelConfig, verify_plan
 from diffusers_rocm.hooks.tensor_parallel import sharded_modules
 
 from ..testing_utils import relative_l2, run_ranks
@@ -73,11 +73,14 @@ def errors_worker() -> dict[str, str]:
     different = tiny_flux(num_layers=1 + torch.distributed.get_rank())
     refuse("models", different, TensorParallelConfig(tp=2))
 
+    messages["not a mesh"] = message_of(TensorParallelConfig, mesh="tp")
+    messages["cp_plan"] = message_of(model.enable_parallelism, config=TensorParallelConfig(tp=2), cp_plan={"": {}})
     messages["2d mesh"] = message_of(TensorParallelConfig, mesh=init_device_mesh("cpu", (1, 2)))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     messages["mesh size"] = message_of(TensorParallelConfig, tp=4, mesh=mesh)
 
     model.enable_parallelism(config=TensorParallelConfig(tp=2))
+    messages["verify"] = message_of(verify_plan, model, 2)
     messages["twice"] = message_of(model.enable_parallelism, config=TensorParallelConfig(tp=2))
     theirs = diffusers.ContextParallelConfig(ulysses_degree=2)
     messages["theirs"] = message_of(model.enable_parallelism, config=theirs)
@@ -132,8 +135,11 @@ class TestEnableParallelism(unittest.TestCase):
             ("meta", ("meta", "from_pretrained")),
             ("module", ("FluxTransformer2DModel", "transformer_blocks.*.ff.net.0.proj")),
             ("models", ("different models",)),
+            ("not a mesh", ("DeviceMesh", "str")),
+            ("cp_plan", ("cp_plan", "tp=2")),
             ("2d mesh", ("2 axes", '"tp"')),
             ("mesh size", ("tp=4", "2 ranks")),
+            ("verify", ("sharded already",)),
             ("twice", ("parallel already", "tp=2", "disable_parallelism")),
             ("theirs", ("parallel already", "disable_parallelism")),
             ("adapter", ("fuse_lora",)),

@@ -1,9 +1,14 @@
 import unittest
 
+import torch
 from diffusers import FluxControlNetModel
+from parameterized import parameterized
 
+from diffusers_rocm import TensorParallelConfig
+
+from ...testing_utils import relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
-from ..testing_utils.parallelism import TensorParallelTesterMixin
+from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin
 from ..transformers.test_models_transformer_flux import FLUX_INIT, flux_inputs
 
 
@@ -20,6 +25,26 @@ class FluxControlNetTesterConfig(BaseModelTesterConfig):
 
 class TestFluxControlNetTensorParallel(FluxControlNetTesterConfig, TensorParallelTesterMixin, unittest.TestCase):
     pass
+
+
+@torch.no_grad()
+def variant_worker(tp: int, init: dict) -> float:
+    config = FluxControlNetTesterConfig()
+    full = {**config.get_init_dict(), **init}
+    config.get_init_dict = lambda: full
+    model, inputs = config.get_model(), config.get_dummy_inputs(2)
+    if "num_mode" in init:
+        inputs["controlnet_mode"] = torch.tensor([[1], [0]])
+    reference = config.get_output(model, inputs)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    return relative_l2(config.get_output(model, inputs), reference)
+
+
+class TestFluxControlNetVariants(unittest.TestCase):
+    @parameterized.expand([("few blocks", {"num_single_layers": 0}), ("union", {"num_mode": 3})])
+    def test_variant(self, name, init):
+        for error in run_ranks(2, variant_worker, 2, init):
+            assert error <= FLOAT32_BAR, error
 
 
 if __name__ == "__main__":

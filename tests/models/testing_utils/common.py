@@ -43,7 +43,7 @@ class BaseModelTesterConfig:
 def flatten_output(output) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output.flatten()
-    return torch.cat([flatten_output(item) for item in output])
+    return torch.cat([flatten_output(item) for item in output if item is not None])
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

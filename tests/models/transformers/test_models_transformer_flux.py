@@ -1,3 +1,6 @@
+import contextlib
+import copy
+import functools
 import unittest
 
 import torch
@@ -174,20 +177,93 @@ def ip_adapter_worker(tp: int, when: str) -> tuple[float, float, bool]:
             model, {**inputs, "joint_attention_kwargs": {"ip_adapter_image_embeds": list(images)}}
         )
 
-    other = config.get_model()
-    other._load_ip_adapter_weights(adapters)
-    if when == "before":
+    def load(model: FluxTransformer2DModel) -> None:
         model._load_ip_adapter_weights(adapters)
+        for index, block in enumerate(model.transformer_blocks):
+            block.attn.processor.scale = [0.7 + index, -0.4]
+
+    other = config.get_model()
+    load(other)
+    if when == "before":
+        load(model)
     reference = config.get_output(
         other, {**inputs, "joint_attention_kwargs": {"ip_adapter_image_embeds": list(images)}}
     )
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
     if when == "after":
-        model._load_ip_adapter_weights(adapters)
+        load(model)
     error = relative_l2(output(), reference)
     model.disable_parallelism()
     restored = _same_state(model, _clone_state(other)) and torch.equal(output(), reference)
     return error, relative_l2(plain, reference), restored
+
+
+@torch.no_grad()
+def no_blocks_worker(tp: int, **changes) -> float:
+    config = FluxTransformerTesterConfig()
+    init = {**config.get_init_dict(), **changes}
+    config.get_init_dict = lambda: init
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    reference = config.get_output(model, inputs)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    return relative_l2(config.get_output(model, inputs), reference)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which no hook sees."""
+
+
+def stale_modulation_worker(tp: int) -> dict[str, float]:
+    """Errors of what runs after, or beside, a forward whose modulation was computed beforehand."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    block, single = model.transformer_blocks[0], model.single_transformer_blocks[-1]
+    x, other = torch.randn(1, 5, 128), torch.randn(1, 128)
+
+    def doubled(module, args, output):
+        return 2 * output
+
+    with torch.no_grad():
+        plain, modulation = config.get_output(model, inputs), block.norm1(x, emb=other)[0]
+        handle = model.time_text_embed.register_forward_hook(doubled)
+        hooked = config.get_output(model, inputs)
+        handle.remove()
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+
+    def interrupt(module, args):
+        raise Interrupt
+
+    errors, handle = {}, single.register_forward_pre_hook(interrupt)
+    with torch.no_grad(), contextlib.suppress(Interrupt):
+        config.get_output(model, inputs)
+    handle.remove()
+    changed = {**inputs, "timestep": inputs["timestep"] * 0.1}
+    config.get_output(model, changed)  # with gradients: nothing is computed beforehand
+    errors["after an interrupt"] = relative_l2(config.get_output(model, inputs).detach(), plain)
+    with torch.no_grad():
+        model.time_text_embed(inputs["timestep"] * 1000, inputs["guidance"] * 1000, inputs["pooled_projections"])
+        errors["a block by itself"] = relative_l2(block.norm1(x, emb=other)[0], modulation)
+        handle = model.time_text_embed.register_forward_hook(doubled)
+        errors["a hook on the embedding"] = relative_l2(config.get_output(model, inputs), hooked)
+        handle.remove()
+        copied = copy.deepcopy(model)
+        model.disable_parallelism()
+        errors["a copy"] = relative_l2(config.get_output(copied, inputs), plain)
+    return errors
+
+
+def requires_grad_worker(tp: int) -> bool:
+    """Frozen weights come back frozen, parameter by parameter, whatever this rank held of them."""
+    model = FluxTransformerTesterConfig().get_model()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 == 0)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with torch.inference_mode():
+        model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    config = FluxTransformerTesterConfig()
+    config.get_output(model, config.get_dummy_inputs(1)).sum().backward()
+    model.disable_parallelism()
+    return before == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
 
 class TestFluxTransformerTensorParallelCases(unittest.TestCase):
@@ -224,6 +300,18 @@ class TestFluxTransformerTensorParallelCases(unittest.TestCase):
             assert effect > 1e-2, f"the adapter changes nothing: {effect}"
             assert error <= FLOAT32_BAR, error
             assert restored
+
+    @parameterized.expand([({"num_single_layers": 0},), ({"num_layers": 0},)])
+    def test_without_blocks_of_one_kind(self, changes):
+        for error in run_ranks(2, functools.partial(no_blocks_worker, **changes), 2):
+            assert error <= FLOAT32_BAR, error
+
+    def test_modulation_is_never_stale(self):
+        for errors in run_ranks(2, stale_modulation_worker, 2):
+            assert len(errors) == 4 and max(errors.values()) <= FLOAT32_BAR, errors
+
+    def test_requires_grad_and_inference_mode(self):
+        assert all(run_ranks(3, requires_grad_worker, 3))
 
     @parameterized.expand([(4, 6.1), (2, 12.0), (5, 5.0)])
     def test_bytes_of_the_real_model(self, tp, gigabytes):

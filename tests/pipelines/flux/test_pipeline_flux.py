@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "utils"))
 from check_shapes import held_out_prompts, matches, read_picture, training_prompts  # noqa: E402
 
 
+RED_CIRCLE = "a red circle on a blue background"
 CALL = {"height": 128, "width": 128, "num_inference_steps": 8, "max_sequence_length": 16}
 
 
@@ -63,22 +64,34 @@ def naive_worker(tp: int, prompts: list[str]) -> int:
     return sum(matches(image, prompt) for image, prompt in zip(draw(pipe, prompts), prompts, strict=True))
 
 
-def perturbed_worker(tp: int, what: str) -> bool:
-    """One rank is fed something else; what the transformer answers must still be the first rank's, on all ranks."""
+def perturbed_worker(tp: int, what: str) -> tuple[bool, bool, bool]:
+    """The ranks are fed different things. Are the latents in the end those of the first rank, everywhere?
+
+    And does disabling leave nothing behind: no hook, no wrapped scheduler?
+    """
+    pipe, rank = load(), dist.get_rank()
+    if what == "schedule":
+        pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, "shift": 2.0 + rank})
+    parallelize(pipe, TensorParallelConfig(tp=tp))
+    prompts = [RED_CIRCLE, "a green star on a white background"]
+    prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
+    generator = torch.Generator().manual_seed(rank if what == "latents" else 0)
+    latents = pipe(prompt, generator=generator, output_type="latent", **CALL).images
+    first = latents.clone()
+    dist.broadcast(first, src=0)
+
+    pipe.transformer.disable_parallelism()
+    clean = not pipe.transformer._forward_pre_hooks and "step" not in vars(pipe.scheduler)
+    (image,) = draw(pipe, [RED_CIRCLE]) if rank == 0 else [None]  # on one rank alone: nothing may wait for the others
+    return torch.equal(first, latents), clean, image is None or matches(image, RED_CIRCLE)
+
+
+def steps_worker(tp: int) -> str:
     pipe = load()
     parallelize(pipe, TensorParallelConfig(tp=tp))
-    rank = dist.get_rank()
-    prompts = ["a red circle on a blue background", "a green star on a white background"]
-    prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
-    seed = rank if what == "latents" else 0
-    if what == "timesteps":
-        pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, "shift": 2.0 + rank})
-    outputs = []
-    pipe.transformer.register_forward_hook(lambda module, args, output: outputs.append(output[0].clone()))
-    image = pipe(prompt, generator=torch.Generator().manual_seed(seed), **CALL).images[0]
-    gathered = outputs[-1].clone()
-    dist.broadcast(gathered, src=0)
-    return torch.equal(gathered, outputs[-1]) and (rank != 0 or matches(image, prompts[0]))
+    with pytest.raises(ValueError) as caught:
+        pipe(RED_CIRCLE, **{**CALL, "num_inference_steps": 3 + dist.get_rank()})
+    return str(caught.value)
 
 
 @torch.no_grad()
@@ -133,9 +146,13 @@ class TestEmbeddedFlux(unittest.TestCase):
         for right in run_ranks(2, naive_worker, 2, held_out_prompts(8)):
             assert right == 0
 
-    @parameterized.expand([("latents",), ("prompt",), ("timesteps",)])
+    @parameterized.expand([("latents",), ("prompt",), ("schedule",)])
     def test_inputs_of_one_rank_perturbed(self, what):
-        assert all(run_ranks(3, perturbed_worker, 3, what))
+        assert run_ranks(3, perturbed_worker, 3, what) == [(True, True, True)] * 3
+
+    def test_different_numbers_of_steps(self):
+        for message in run_ranks(2, steps_worker, 2):
+            assert message == "the ranks were asked for different numbers of steps: [3, 4]"
 
     def test_checkpoint_in_bf16(self):
         for single, sharded in run_ranks(2, checkpoint_worker, str(EMBEDDED_MODEL), 2, "cpu"):
