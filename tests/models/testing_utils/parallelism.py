@@ -190,8 +190,9 @@ class TensorParallelTesterMixin:
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
 
-    def test_compile_whole_model(self):
-        for error, graphs in self.ranks(3, compile_worker, 3, True):
+    @parameterized.expand([(2,), (3,)])
+    def test_compile_whole_model(self, tp):
+        for error, graphs in self.ranks(tp, compile_worker, tp, True):
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
 
