@@ -1,4 +1,4 @@
-"""The modulation of all blocks in one product a step and one gather.
+"""The modulation of all blocks, computed once a step with one gather.
 
 Adaptive layer norms turn the step's embedding into shifts, scales and gates with one Linear a block: over a quarter of
 FLUX.1's weights, for one row of output each. Sharded, each of them would gather a few kilobytes, 77 times a step, and
