@@ -55,6 +55,10 @@ class Shard:
         """How many elements along `dim` the rank keeps."""
         return sum(stop - start for start, stop in (block.bounds(rank, world) for block in self.blocks))
 
+    def sizes(self, world: int) -> tuple[int, ...]:
+        """`size` of every rank."""
+        return tuple(self.size(rank, world) for rank in range(world))
+
     def _runs(self, rank: int, world: int) -> list[tuple[int, int]]:
         runs, offset = [], 0
         for block in self.blocks:

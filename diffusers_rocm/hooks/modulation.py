@@ -20,8 +20,7 @@ class StepModulation:
     def __init__(self, model: nn.Module, source: nn.Module):
         self._linears = [module for module in model.modules() if isinstance(module, ModulationLinear)]
         self._axis = axis = self._linears[0].sharding.axis
-        shards = [linear.sharding.shards["weight"] for linear in self._linears]
-        sizes = [[shard.size(rank, axis.size) for rank in range(axis.size)] for shard in shards]
+        sizes = [linear.sharding.shards["weight"].sizes(axis.size) for linear in self._linears]
         self._features = [sum(by_rank) for by_rank in sizes]
         self._longest = max(sum(of_rank) for of_rank in zip(*sizes, strict=True))
         # Where in the gathered rows, one after another, each Linear's features are: rank by rank, in their order.

@@ -68,8 +68,8 @@ class GatheredColumnLinear(nn.Linear):
     sharding: Sharding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        axis, shard = self.sharding.axis, self.sharding.shards["weight"]
-        sizes = tuple(shard.size(rank, axis.size) for rank in range(axis.size))
+        axis = self.sharding.axis
+        sizes = self.sharding.shards["weight"].sizes(axis.size)
         return gather_from_axis(F.linear(copy_to_axis(x, axis), self.weight, self.bias), sizes, axis)
 
 
@@ -122,7 +122,7 @@ class ShardedFluxIPAdapterAttnProcessor(FluxIPAdapterAttnProcessor):
             attn, hidden_states, encoder_hidden_states, *args, ip_hidden_states=[], **kwargs
         )
         axis = self.sharding.axis
-        sizes = tuple(self.to_k_ip[0].sharding.shards["weight"].size(rank, axis.size) for rank in range(axis.size))
+        sizes = self.to_k_ip[0].sharding.shards["weight"].sizes(axis.size)
         query = attn.norm_q(attn.to_q(hidden_states).unflatten(-1, (attn.heads, -1)))
         for tokens, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=True):
             key, value = (project(tokens).unflatten(-1, (attn.heads, -1)).flatten(1, -3) for project in (to_k, to_v))
