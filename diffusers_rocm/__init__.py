@@ -8,7 +8,7 @@ from ._requirements import check_requirements
 check_requirements()
 
 from .distributed import init  # noqa: E402
-from .models._modeling_parallel import TensorParallelConfig  # noqa: E402
+from .models._modeling_parallel import ContextParallelConfig, TensorParallelConfig  # noqa: E402
 from .models.plans.verify import verify_plan  # noqa: E402
 from .pipelines import parallelize  # noqa: E402
 from .registration import register, unregister  # noqa: E402
@@ -16,4 +16,12 @@ from .registration import register, unregister  # noqa: E402
 
 register()
 
-__all__ = ["TensorParallelConfig", "init", "parallelize", "register", "unregister", "verify_plan"]
+__all__ = [
+    "ContextParallelConfig",
+    "TensorParallelConfig",
+    "init",
+    "parallelize",
+    "register",
+    "unregister",
+    "verify_plan",
+]

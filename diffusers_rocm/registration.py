@@ -4,6 +4,7 @@
 it; `unregister()` puts back the very objects that were there.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,16 +28,18 @@ DTYPE_ARGUMENT = "dtype" if Version(diffusers.__version__) >= Version("0.42") el
 
 _ABSENT = object()
 _lock = threading.RLock()
-_originals: list[tuple[type, str, Any]] = []
+_originals: list[tuple[Any, Any, Any]] = []
 
 
-def _touches() -> Iterator[tuple[type, str, Callable[[Any], Any]]]:
-    """`(class, attribute, wrapper)`: the attribute becomes `wrapper(what it was)`."""
+def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
+    """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
     from diffusers import ModelMixin
     from diffusers.loaders import PeftAdapterMixin
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
+    from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
 
+    from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
 
     # All versions: our configs go to our engine; every other config goes on to diffusers' own code.
@@ -49,6 +52,17 @@ def _touches() -> Iterator[tuple[type, str, Callable[[Any], Any]]]:
     yield FluxTransformer2DLoadersMixin, "_load_ip_adapter_weights", ours.wrap_load_ip_adapter_weights
     yield PeftAdapterMixin, "add_adapter", ours.refuse_when_sharded
     yield PeftAdapterMixin, "load_lora_adapter", ours.refuse_when_sharded
+    # All versions: every attention backend serves our split sequences, whether it knows diffusers' or not.
+    registry = attention_dispatch._AttentionBackendRegistry
+    for backend in registry._backends:
+        yield registry._backends, backend, functools.partial(our_attention.wrap_backend, backend)
+        yield registry._supported_arg_names, backend, our_attention.wrap_argument_names
+    yield ModelMixin, "set_attention_backend", ours.wrap_set_attention_backend
+    # 0.37 to 0.39: diffusers' own ring takes the shape of the log-sum-exp from the version of torch.
+    if Version(diffusers.__version__) < Version("0.40"):
+        for name in vars(attention_dispatch):
+            if name.endswith("_forward_op"):
+                yield attention_dispatch, name, our_attention.wrap_forward_op
 
 
 def register() -> None:
@@ -56,18 +70,26 @@ def register() -> None:
     with _lock:
         if _originals:
             return
-        for cls, name, wrap in list(_touches()):
-            original = cls.__dict__.get(name, _ABSENT)
-            _originals.append((cls, name, original))
-            setattr(cls, name, wrap(None if original is _ABSENT else original))
+        for owner, name, wrap in list(_touches()):
+            names = owner if isinstance(owner, dict) else vars(owner)
+            original = names.get(name, _ABSENT)
+            _originals.append((owner, name, original))
+            _put(owner, name, wrap(None if original is _ABSENT else original))
 
 
 def unregister() -> None:
     """Undo `register`: every attribute is again the very object that it was. Sharded models stay sharded."""
     with _lock:
         while _originals:
-            cls, name, original = _originals.pop()
+            owner, name, original = _originals.pop()
             if original is _ABSENT:
-                delattr(cls, name)
+                delattr(owner, name)
             else:
-                setattr(cls, name, original)
+                _put(owner, name, original)
+
+
+def _put(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)

@@ -37,15 +37,27 @@ def all_gather_stacked(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return stacked
 
 
-def all_gather_last(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    """Concatenate `x` [..., sizes[rank]] of all ranks along the last dim: [..., sum(sizes)].
+def all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -1) -> torch.Tensor:
+    """Concatenate `x`, of `sizes[rank]` along `dim`, of all ranks: `sum(sizes)` along `dim`.
 
     The sizes may differ by rank: shorter slices are padded for the exchange, which no backend does unevenly.
     """
     if axis.size == 1:
         return x
-    stacked = all_gather_stacked(torch.nn.functional.pad(x, (0, max(sizes) - x.shape[-1])), axis)
-    return torch.cat([part[..., :size] for part, size in zip(stacked.unbind(0), sizes, strict=True)], dim=-1)
+    dim %= x.ndim
+    padding = (0, 0) * (x.ndim - dim - 1) + (0, max(sizes) - x.shape[dim])
+    stacked = all_gather_stacked(torch.nn.functional.pad(x, padding) if padding[-1] else x, axis)
+    if dim == 0 and min(sizes) == max(sizes):
+        return stacked.flatten(0, 1)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked.unbind(0), sizes, strict=True)], dim)
+
+
+def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return funcol.all_to_all_single(x, list(receive), list(send), axis.group)
+    received = x.new_empty(sum(receive))
+    dist.all_to_all_single(received, x, list(receive), list(send), group=axis.group)
+    return received
 
 
 class _Copy(torch.autograd.Function):
@@ -82,13 +94,35 @@ class _Sum(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-        ctx.start, ctx.length = sum(sizes[: axis.rank]), sizes[axis.rank]
-        return all_gather_last(x, sizes, axis)
+    def forward(ctx, x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int) -> torch.Tensor:
+        ctx.dim, ctx.start, ctx.length = dim, sum(sizes[: axis.rank]), sizes[axis.rank]
+        return all_gather(x, sizes, axis, dim)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return grad.narrow(-1, ctx.start, ctx.length), None, None
+        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
+        ctx.send, ctx.receive, ctx.axis = send, receive, axis
+        return _exchange(x, send, receive, axis)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return _exchange(grad.contiguous(), ctx.receive, ctx.send, ctx.axis), None, None, None
+
+
+class _ShareGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.size = axis.size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad / ctx.size, None
 
 
 def _needs_grad(x: torch.Tensor) -> bool:
@@ -113,9 +147,19 @@ def sum_over_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _Sum.apply(x, axis) if _needs_grad(x) else all_reduce(x, axis)
 
 
-def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    """Slices of the last dim leave a sharded region: all of them; each rank takes its slice of the gradient."""
-    return _Gather.apply(x, sizes, axis) if _needs_grad(x) else all_gather_last(x, sizes, axis)
+def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -1) -> torch.Tensor:
+    """Slices along `dim` leave a sharded region: all of them; each rank takes its slice of the gradient."""
+    return _Gather.apply(x, sizes, axis, dim) if _needs_grad(x) else all_gather(x, sizes, axis, dim)
+
+
+def exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """All-to-all: `x` [sum(send)] holds `send[i]` elements for each rank i; returns [sum(receive)], in rank order."""
+    return _Exchange.apply(x, send, receive, axis) if _needs_grad(x) else _exchange(x, send, receive, axis)
+
+
+def share_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Identity whose gradient, equal on all ranks, becomes a part that the ranks can sum: the conjugate of a copy."""
+    return _ShareGradient.apply(x, axis) if _needs_grad(x) else x
 
 
 def broadcast_from_first(value: Any, axis: Axis) -> Any:

@@ -1,5 +1,6 @@
 """Configs, and the one place where a config becomes a validated DeviceMesh."""
 
+import diffusers
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -80,3 +81,94 @@ def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if "tp" in names:
         return mesh["tp"]
     raise ValueError(f'a mesh of {mesh.ndim} axes needs one that is named "tp"; this one has {names or "no names"}')
+
+
+class ContextParallelConfig(diffusers.ContextParallelConfig):
+    """Split the sequence over `ring_degree * ulysses_degree` ranks; the weights stay whole.
+
+    Any sequence length and any number of heads work; `ulysses_anything` and `ring_anything` are accepted and change
+    nothing.
+
+    Args:
+        ring_degree: ranks between which keys and values go round (Liu et al., 2023).
+        ulysses_degree: ranks that trade their tokens for heads (Jacobs et al., 2023), inside the ring; at most the
+            number of heads.
+        rotate_method: `"p2p"` passes keys and values on while the rank computes, and holds two parts of them;
+            `"allgather"` gathers them first, and computes once.
+        mesh: a `DeviceMesh` with axes named `"ring"` and `"ulysses"`, or one of them; the degrees follow from it.
+            Without it the mesh is made of all ranks.
+        convert_to_fp32: accepted as diffusers does; parts are always merged in float32.
+
+    Raises:
+        ValueError: degrees below 1 or both 1, another `rotate_method`, a mesh that contradicts the degrees.
+    """
+
+    def __init__(
+        self,
+        ring_degree: int | None = None,
+        ulysses_degree: int | None = None,
+        convert_to_fp32: bool = True,
+        rotate_method: str = "p2p",
+        mesh: DeviceMesh | None = None,
+        ulysses_anything: bool = False,
+        ring_anything: bool = False,
+    ):
+        degrees = {"ring": ring_degree, "ulysses": ulysses_degree}
+        for name, degree in degrees.items():
+            if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
+                raise ValueError(f"{name}_degree must be a whole number of ranks, at least 1; got {degree!r}")
+        if rotate_method not in ("p2p", "allgather"):
+            raise ValueError(f'rotate_method must be "p2p" or "allgather"; got {rotate_method!r}')
+        if mesh is not None:
+            if not isinstance(mesh, DeviceMesh):
+                raise ValueError(f"mesh must be a DeviceMesh; got a {type(mesh).__name__}")
+            names = mesh.mesh_dim_names or ()
+            if not {"ring", "ulysses"} & set(names):
+                raise ValueError(f'a mesh needs an axis named "ring" or "ulysses"; this one has {names or "no names"}')
+            for name, degree in degrees.items():
+                size = mesh[name].size() if name in names else 1
+                if degree not in (None, size):
+                    raise ValueError(f"{name}_degree={degree}, but the mesh's {name} axis has {size} ranks")
+                degrees[name] = size
+        self.ring_degree, self.ulysses_degree = degrees["ring"] or 1, degrees["ulysses"] or 1
+        if self.ring_degree == self.ulysses_degree == 1:
+            raise ValueError("context parallelism over 1 rank does nothing; set ring_degree or ulysses_degree")
+        self.rotate_method, self.mesh, self.convert_to_fp32 = rotate_method, mesh, convert_to_fp32
+        self.ulysses_anything, self.ring_anything = ulysses_anything, ring_anything
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallelConfig(ring_degree={self.ring_degree}, ulysses_degree={self.ulysses_degree}, "
+            f"rotate_method={self.rotate_method!r})"
+        )
+
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """All ranks of the split, the ring and the Ulysses axis.
+
+        Raises:
+            ValueError: no process group, or another number of ranks.
+        """
+        ring, ulysses = self.ring_degree, self.ulysses_degree
+        mesh = self.mesh
+        if mesh is None:
+            degrees = f"ring_degree={ring} * ulysses_degree={ulysses} = {ring * ulysses}"
+            if not (dist.is_available() and dist.is_initialized()):
+                raise ValueError(
+                    f"{degrees} ranks need a process group and there is none: start them with `torchrun "
+                    f"--nproc_per_node={ring * ulysses}` and call diffusers_rocm.init() first"
+                )
+            world = dist.get_world_size()
+            if ring * ulysses != world:
+                raise ValueError(
+                    f"{degrees}, but {world} rank(s) were started; make them equal, or pass a mesh with axes named "
+                    '"ring" and "ulysses"'
+                )
+            mesh = init_device_mesh(default_device_type(), (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+        names = [name for name in ("ring", "ulysses") if name in mesh.mesh_dim_names]
+        single = {name: Axis.single(name) for name in ("ring", "ulysses")}
+        axes = single | {name: Axis.from_mesh(mesh[name], name) for name in names}
+        both = mesh["ring", "ulysses"]._flatten("context") if len(names) == 2 else mesh[names[0]]
+        return Axis.from_mesh(both, "context"), axes["ring"], axes["ulysses"]
+
+
+OurConfig = TensorParallelConfig | ContextParallelConfig

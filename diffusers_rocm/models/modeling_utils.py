@@ -1,7 +1,7 @@
 """What `registration.py` puts on diffusers' models: enabling, disabling, saving and loading under our configs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
+from ..hooks.context_parallel import SequenceSplit, SplitProcessor, attention_modules, split_sequences
 from ..hooks.modulation import StepModulation
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
@@ -21,8 +22,9 @@ from ..hooks.tensor_parallel import (
 )
 from ..hooks.weight_agreement import first_difference
 from ..loaders.save import save_checkpoint
-from ._modeling_parallel import TensorParallelConfig
-from .plans import get_tensor_parallel_plan
+from ._modeling_parallel import ContextParallelConfig, OurConfig, TensorParallelConfig
+from .attention_dispatch import check_ring_backend
+from .plans import get_context_parallel_plan, get_tensor_parallel_plan
 
 
 logger = logging.get_logger(__name__)
@@ -40,11 +42,11 @@ class Parallelism:
 
     Attributes:
         config: what was asked for.
-        axis: the ranks that hold the model's parts.
+        axis: the ranks that share the model.
         hooks: what was hung on the model, each with a `remove()`.
     """
 
-    config: TensorParallelConfig
+    config: OurConfig
     axis: Axis
     hooks: list[Removable] = field(default_factory=list)
 
@@ -58,6 +60,45 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
     Raises:
         ValueError: the model or the config cannot be sharded; the message says what would work.
     """
+    _check_free_and_loaded(model, config)
+    plan = get_tensor_parallel_plan(model)
+    placements = resolve(model, plan, config.tp)
+    axis = config.axis()
+    differ = _weights_differ(model, axis)
+    if differ:
+        _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
+    model.parallelism = Parallelism(config, axis)
+    if axis.size > 1:
+        shard_modules(placements, axis, from_first=differ)
+        if any(placement.style == "modulation" for placement in placements):
+            model.parallelism.hooks.append(StepModulation(model, model.get_submodule(plan.embedding)))
+
+
+def enable_context_parallelism(
+    model: nn.Module, config: ContextParallelConfig, cp_plan: Mapping[str, Any] | None = None
+) -> None:
+    """Split the sequences of `model` over ranks. Everything is checked before anything changes.
+
+    Gradients: those of the inputs are exact; those of the parameters are each rank's tokens' share, to be summed over
+    `model.parallelism.axis`.
+
+    Raises:
+        ValueError: the model, its plan or its attention backend cannot be split so; the message says what would work.
+    """
+    _check_free_and_loaded(model, config)
+    plan = get_context_parallel_plan(model, cp_plan)
+    axis, ring, ulysses = config.axes()
+    split = SequenceSplit(type(model).__name__, plan, axis, ring, ulysses, config.rotate_method)
+    if ring.size > 1 and config.rotate_method == "p2p":
+        for path, module in attention_modules(model, plan):
+            check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
+    hooks = split_sequences(model, split)
+    model.parallelism = Parallelism(config, axis, hooks)
+    if _weights_differ(model, axis):
+        _broadcast_unsharded(model, set(), axis)
+
+
+def _check_free_and_loaded(model: nn.Module, config: OurConfig) -> None:
     name = type(model).__name__
     if getattr(model, "parallelism", None) is not None or getattr(model, "_parallel_config", None) is not None:
         current = getattr(model, "parallelism", None) or model._parallel_config
@@ -65,25 +106,19 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
             f"this {name} is parallel already ({getattr(current, 'config', current)}); call disable_parallelism() "
             f"before enabling {config}"
         )
-    plan = get_tensor_parallel_plan(model)
-    placements = resolve(model, plan, config.tp)
     meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(
             f"{len(meta)} parameters of this {name} are on the meta device ({meta[0]}, ...): load the weights first, "
             "for example with from_pretrained(path, parallel_config=...)"
         )
-    axis = config.axis()
+
+
+def _weights_differ(model: nn.Module, axis: Axis) -> bool:
     difference = first_difference(model, axis) if axis.size > 1 else None
-    if difference is not None:
-        if axis.rank == 0:
-            logger.warning(f"the ranks' weights differ, first in {difference}: all ranks take those of the first rank")
-        _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
-    model.parallelism = Parallelism(config, axis)
-    if axis.size > 1:
-        shard_modules(placements, axis, from_first=difference is not None)
-        if any(placement.style == "modulation" for placement in placements):
-            model.parallelism.hooks.append(StepModulation(model, model.get_submodule(plan.embedding)))
+    if difference is not None and axis.rank == 0:
+        logger.warning(f"the ranks' weights differ, first in {difference}: all ranks take those of the first rank")
+    return difference is not None
 
 
 @torch.no_grad()
@@ -95,16 +130,19 @@ def _broadcast_unsharded(model: nn.Module, sharded: set[int], axis: Axis) -> Non
             tensor.copy_(broadcast_from_first(tensor, axis))
 
 
-def _ours(config: Any) -> TensorParallelConfig | None:
+def _ours(config: Any) -> OurConfig | None:
     """Our config, given as it is or inside diffusers' ParallelConfig; None for a config that is diffusers' own."""
-    config = getattr(config, "tensor_parallel_config", None) or config
-    return config if isinstance(config, TensorParallelConfig) else None
+    for inner in ("tensor_parallel_config", "context_parallel_config"):
+        config = getattr(config, inner, None) or config
+    return config if isinstance(config, OurConfig) else None
 
 
 def wrap_enable_parallelism(original: Callable) -> Callable:
     @functools.wraps(original)
     def enable_parallelism(self, *, config, cp_plan=None):
         ours = _ours(config)
+        if isinstance(ours, ContextParallelConfig):
+            return enable_context_parallelism(self, ours, cp_plan)
         if ours is not None:
             if cp_plan is not None:
                 raise ValueError(f"cp_plan is for context parallelism; {ours} takes none")
@@ -121,7 +159,7 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
 
 def wrap_disable_parallelism(original: Callable | None) -> Callable:
     def disable_parallelism(self) -> None:
-        """Gather a model that `enable_parallelism` sharded: plain modules with every weight as it was, on all ranks.
+        """Undo `enable_parallelism`: plain modules with every weight as it was, on all ranks.
 
         Raises:
             ValueError: the model is not parallel under a config of diffusers_rocm.
@@ -180,7 +218,7 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
     def _load_ip_adapter_weights(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
         parallelism = getattr(self, "parallelism", None)
-        if parallelism is not None and parallelism.axis.size > 1:
+        if parallelism is not None and next(sharded_modules(self), None) is not None:
             shard_modules(resolve(self, get_tensor_parallel_plan(self), parallelism.axis.size), parallelism.axis)
         return result
 
@@ -198,3 +236,24 @@ def refuse_when_sharded(original: Callable) -> Callable:
         return original(self, *args, **kwargs)
 
     return refusing
+
+
+def wrap_set_attention_backend(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_attention_backend(self, backend: str) -> None:
+        """Some versions refuse backends that diffusers' own context parallelism lacks; ours takes all of them."""
+        parallelism = getattr(self, "parallelism", None)
+        if parallelism is None or not isinstance(parallelism.config, ContextParallelConfig):
+            return original(self, backend)
+        if parallelism.config.ring_degree > 1 and parallelism.config.rotate_method == "p2p":
+            check_ring_backend(type(self).__name__, backend)
+        processors = [hook for hook in parallelism.hooks if isinstance(hook, SplitProcessor)]
+        for processor in processors:
+            processor.pause()
+        try:
+            return original(self, backend)
+        finally:
+            for processor in processors:
+                processor.resume()
+
+    return set_attention_backend

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.collectives import all_gather_last, broadcast_from_first
+from diffusers_rocm.distributed.collectives import all_gather, broadcast_from_first
 
 from ..testing_utils import run_ranks
 
@@ -67,7 +67,7 @@ def broadcast_into_a_temporary_worker() -> float:
 def gather_worker(sizes: tuple[int, ...]) -> bool:
     full = torch.arange(2 * 3 * sum(sizes)).reshape(2, 3, -1).float()
     mine = full.split(sizes, dim=-1)[dist.get_rank()]
-    return torch.equal(all_gather_last(mine, sizes, world_axis()), full)
+    return torch.equal(all_gather(mine, sizes, world_axis()), full)
 
 
 class TestCollectives(unittest.TestCase):

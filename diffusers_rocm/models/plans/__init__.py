@@ -1,14 +1,33 @@
 """Plans, one file per model family, named as upstream's model files."""
 
 import difflib
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
-from . import transformer_flux
+from . import (
+    transformer_flux,
+    transformer_flux2,
+    transformer_hunyuan_video,
+    transformer_ltx,
+    transformer_qwenimage,
+    transformer_wan,
+)
+from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan
 
 
 TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {**transformer_flux.TENSOR_PARALLEL_PLANS}
+
+CONTEXT_PARALLEL_PLANS: dict[str, ContextParallelPlan] = {
+    **transformer_flux.CONTEXT_PARALLEL_PLANS,
+    **transformer_flux2.CONTEXT_PARALLEL_PLANS,
+    **transformer_hunyuan_video.CONTEXT_PARALLEL_PLANS,
+    **transformer_ltx.CONTEXT_PARALLEL_PLANS,
+    **transformer_qwenimage.CONTEXT_PARALLEL_PLANS,
+    **transformer_wan.CONTEXT_PARALLEL_PLANS,
+}
 
 
 def get_tensor_parallel_plan(model: nn.Module) -> TensorParallelPlan:
@@ -22,3 +41,23 @@ def get_tensor_parallel_plan(model: nn.Module) -> TensorParallelPlan:
         near = difflib.get_close_matches(name, TENSOR_PARALLEL_PLANS, n=3, cutoff=0.0)
         raise ValueError(f"{name} has no tensor-parallel plan; the nearest classes with one: {', '.join(near)}")
     return TENSOR_PARALLEL_PLANS[name]
+
+
+def get_context_parallel_plan(model: nn.Module, cp_plan: Mapping[str, Any] | None = None) -> ContextParallelPlan:
+    """The plan for the model's class: ours, else diffusers' `_cp_plan`; `cp_plan` takes the place of its modules.
+
+    Raises:
+        ValueError: there is none; names the nearest classes that have one.
+    """
+    name = type(model).__name__
+    cp_plan = cp_plan or (None if name in CONTEXT_PARALLEL_PLANS else getattr(model, "_cp_plan", None))
+    plan = CONTEXT_PARALLEL_PLANS.get(name)
+    if cp_plan is not None:
+        return ContextParallelPlan(cp_plan) if plan is None else plan.with_modules(cp_plan)
+    if plan is None:
+        near = difflib.get_close_matches(name, CONTEXT_PARALLEL_PLANS, n=3, cutoff=0.0)
+        raise ValueError(
+            f"{name} has no context-parallel plan; pass cp_plan=, or use one of the nearest classes that have one: "
+            f"{', '.join(near)}"
+        )
+    return plan

@@ -1,6 +1,9 @@
 """FLUX.1: dev, schnell, Kontext, Fill, and its ControlNets."""
 
+from diffusers import FluxTransformer2DModel
+
 from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
+from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -54,4 +57,28 @@ FLUX_CONTROLNET = TensorParallelPlan(
 TENSOR_PARALLEL_PLANS = {
     "FluxTransformer2DModel": FLUX_TRANSFORMER,
     "FluxControlNetModel": FLUX_CONTROLNET,
+}
+
+# diffusers' plan, and what a ControlNet adds to the image stream.
+_SPLIT = FluxTransformer2DModel._cp_plan[""]
+
+CONTEXT_PARALLEL_PLANS = {
+    "FluxTransformer2DModel": ContextParallelPlan(
+        {
+            "": {
+                **_SPLIT,
+                "controlnet_block_samples": split(1, 3),
+                "controlnet_single_block_samples": split(1, 3),
+            },
+            "proj_out": gather(),
+        }
+    ),
+    # diffusers has none.
+    "FluxControlNetModel": ContextParallelPlan(
+        {
+            "": {**_SPLIT, "controlnet_cond": split(1, 3)},
+            "controlnet_blocks.*": gather(),
+            "controlnet_single_blocks.*": gather(),
+        }
+    ),
 }

@@ -1,0 +1,309 @@
+"""Splits a model's sequences over ranks, leads its attention to the schedules, and gathers what comes out.
+
+Everything hangs on torch's own module hooks, so `module.forward` stays free for those who replace it (offloading).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
+from ..distributed.sharding import Block
+from ..models.attention_dispatch import Kernel, choose_kernel
+from ..models.attention_parallel import Layout, attention
+from ..models.plans.context_plan import ContextParallelPlan
+from ..models.plans.plan import match
+
+
+class SequenceSplit:
+    """What the hooks and the attention of one model share: the axes, and the lengths of the forward that runs.
+
+    A processor of diffusers that has it as its `_parallel_config` sends its attention here through the dispatch.
+    """
+
+    def __init__(self, name: str, plan: ContextParallelPlan, cp: Axis, ring: Axis, ulysses: Axis, rotate_method: str):
+        self.name, self.plan, self.rotate_method = name, plan, rotate_method
+        self.cp, self.ring, self.ulysses = cp, ring, ulysses
+        self.lengths: dict[str, int] = {}  # of each stream, in this forward
+        self.reached = False  # by the attention module that runs
+
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """Tokens of every rank, of `length`."""
+        bounds = [Block(length, 1).bounds(rank, self.cp.size) for rank in range(self.cp.size)]
+        return tuple(stop - start for start, stop in bounds)
+
+    def split(self, x: Tensor, how: ContextParallelInput, what: str) -> Tensor:
+        """This rank's run of `x` along `how.split_dim`.
+
+        Raises:
+            ValueError: more dims than expected, or fewer tokens than ranks.
+        """
+        if how.expected_dims is not None and x.ndim != how.expected_dims:
+            if x.ndim < how.expected_dims:
+                return x
+            raise ValueError(
+                f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
+            )
+        length = x.shape[how.split_dim]
+        if length == 1:
+            return x
+        if length < self.cp.size:
+            raise ValueError(
+                f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree of "
+                f"at most {length}"
+            )
+        start, stop = Block(length, 1).bounds(self.cp.rank, self.cp.size)
+        return x.narrow(how.split_dim, start, stop - start)
+
+    def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
+        """`x` of all ranks, along `how.gather_dim`."""
+        length = self.lengths.get(self.plan.main)
+        sizes = self.sizes(length) if length is not None else ()
+        if not sizes or x.shape[how.gather_dim] != sizes[self.cp.rank]:
+            raise ValueError(
+                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {self.plan.main} "
+                f"({length} tokens over {self.cp.size} ranks); the plan does not fit the model"
+            )
+        return copy_to_axis(gather_from_axis(x, sizes, self.cp, how.gather_dim), self.cp)
+
+    def layout(self, queries: int, keys: int) -> Layout:
+        """Of all streams that this forward split, joined, or of the main one: whichever has this many tokens here."""
+        streams = tuple(self.lengths[stream] for stream in self.plan.streams if stream in self.lengths)
+        candidates = [streams]
+        if self.plan.main in self.lengths:
+            candidates.append((self.lengths[self.plan.main],))
+        for candidate in candidates:
+            layout = Layout(candidate, self.ring, self.ulysses)
+            if candidate and queries == keys == layout.length(self.cp.rank):
+                return layout
+        raise ValueError(
+            f"{self.name}: attention of {queries} queries to {keys} keys on rank {self.cp.rank}, but of the sequences "
+            f"{self.lengths} it holds {[Layout(c, self.ring, self.ulysses).length(self.cp.rank) for c in candidates]}; "
+            "attention to keys that are not split belongs in the plan's `whole`"
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+        kernel: Kernel | str | None = None,
+    ) -> Tensor:
+        """Attention [B, S, H, D] of this rank's queries to the keys of all ranks; the fastest kernel if not given."""
+        self.reached = True
+
+        def choose(q: Tensor, mask: Tensor | None, needs_lse: bool) -> Kernel:
+            if not isinstance(kernel, Kernel):
+                return choose_kernel(q, mask, kernel)
+            if needs_lse and not kernel.gives_lse:
+                raise ValueError(
+                    f"attention backend {kernel.name!r} gives no log-sum-exp, by which a ring merges its parts; use "
+                    'rotate_method="allgather", ulysses_degree, or set_attention_backend("native")'
+                )
+            return kernel
+
+        layout = self.layout(q.shape[1], k.shape[1])
+        return attention(q, k, v, mask, scale, is_causal, layout, self.cp, choose, self.rotate_method)
+
+
+class _DivertedAttention(TorchFunctionMode):
+    """Leads `F.scaled_dot_product_attention` on [B, H, S, D] to the schedules."""
+
+    def __init__(self, split: SequenceSplit):
+        super().__init__()
+        self.split = split
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        return self._attend(*args, **kwargs)
+
+    def _attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if dropout_p:
+            raise ValueError("attention over several ranks has no dropout")
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self.split.attend(q, k, v, attn_mask, scale, is_causal).transpose(1, 2)
+
+
+@functools.cache
+def _diverted_class(cls: type) -> type:
+    """`cls`, a processor that calls torch's attention, with that call led to the processor's `sequence_split`."""
+
+    class Diverted(cls):
+        @functools.wraps(cls.__call__)  # diffusers looks at the signature
+        def __call__(self, *args, **kwargs):
+            with _DivertedAttention(self.sequence_split):
+                return super().__call__(*args, **kwargs)
+
+    Diverted.__name__, Diverted.__qualname__ = cls.__name__, cls.__qualname__
+    return Diverted
+
+
+class SplitProcessor:
+    """A processor whose attention goes to the schedules, until `remove()`."""
+
+    def __init__(self, processor: Any, split: SequenceSplit):
+        self._processor, self._cls, self._split = processor, type(processor), split
+        self._in_dispatch = hasattr(processor, "_parallel_config")
+        self._before = getattr(processor, "_parallel_config", None)
+        self.resume()
+
+    def resume(self) -> None:
+        if self._in_dispatch:
+            self._processor._parallel_config = self._split
+        else:
+            self._processor.sequence_split = self._split
+            self._processor.__class__ = _diverted_class(self._cls)
+
+    def pause(self) -> None:
+        if self._in_dispatch:
+            self._processor._parallel_config = self._before
+        else:
+            self._processor.__class__ = self._cls
+            del self._processor.sequence_split
+
+    remove = pause
+
+
+def attention_modules(model: nn.Module, plan: ContextParallelPlan) -> Iterator[tuple[str, nn.Module]]:
+    """The attention modules, by their processor, that see split sequences."""
+    whole = {path for _, _, found in match(model, dict.fromkeys(plan.whole)) for path, _ in found}
+    for path, module in model.named_modules():
+        if callable(getattr(module, "processor", None)) and path not in whole:
+            yield path, module
+
+
+def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
+    """Hang a split on its model; each of what is returned has a `remove()`.
+
+    Raises:
+        ValueError: the plan names what the model lacks. Nothing is changed then.
+    """
+    plan, name = split.plan, split.name
+    found = {rule: modules for rule, _, modules in match(model, plan.modules) if rule}
+    found |= {"": [("", model)]} if "" in plan.modules else {}
+    missing = [rule for rule, modules in found.items() if not modules]
+    if missing:
+        raise ValueError(f"the context-parallel plan of {name} names {', '.join(missing)}, which this model lacks")
+    parallel = list(attention_modules(model, plan))
+    if not parallel:
+        raise ValueError(f"{name} has no attention module with a processor; its attention cannot be parallel")
+
+    hooks: list[Any] = [_begin(model, split)]
+    for rule, modules in found.items():
+        for path, module in modules:
+            hooks += _module_hooks(module, path or name, plan.modules[rule], split)
+    for path, module in parallel:
+        hooks += _must_reach(module, path, split)
+    hooks.append(model.register_forward_hook(_map_output(functools.partial(share_gradient, axis=split.cp))))
+    processors = {id(module.processor): module.processor for _, module in parallel}
+    return hooks + [SplitProcessor(processor, split) for processor in processors.values()]
+
+
+def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
+    """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        split.lengths = {}
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
+        return tuple(shared(value) for value in args), {key: shared(value) for key, value in kwargs.items()}
+
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(item, function) for item in value)
+    return value
+
+
+def _map_output(function: Callable[[Tensor], Tensor]) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, dict):
+            for key, value in output.items():
+                output[key] = _map_tensors(value, function)
+            return output
+        return _map_tensors(output, function)
+
+    return hook
+
+
+def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) -> list[RemovableHandle]:
+    if isinstance(how, ContextParallelOutput):
+        return [module.register_forward_hook(_map_output(lambda x: split.gather(x, how, f"the output of {path}")))]
+    inputs = {key: each for key, each in how.items() if isinstance(key, str)}
+    outputs = {key: each for key, each in how.items() if isinstance(key, int)}
+    hooks = []
+    if inputs:
+        hooks.append(module.register_forward_pre_hook(_split_inputs(module, path, inputs, split), with_kwargs=True))
+    if outputs:
+        hooks.append(module.register_forward_hook(_split_outputs(path, outputs, split)))
+    return hooks
+
+
+def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: SequenceSplit) -> Callable:
+    positions = {key: index for index, key in enumerate(inspect.signature(module.forward).parameters)}
+    unknown = [key for key in inputs if key not in positions]
+    if unknown:
+        raise ValueError(
+            f"the context-parallel plan splits {', '.join(unknown)}, which {path}'s forward does not take"
+        )
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        values = list(args)
+        for key, how in inputs.items():
+            where, index = (kwargs, key) if key in kwargs else (values, positions[key])
+            if where is values and index >= len(values) or where[index] is None:
+                continue
+            value = where[index]
+            if key in split.plan.streams:
+                split.lengths[key] = value.shape[how.split_dim]
+            where[index] = _map_tensors(value, lambda x, how=how, key=key: split.split(x, how, f"{path}'s {key}"))
+        return tuple(values), kwargs
+
+    return hook
+
+
+def _split_outputs(path: str, outputs: dict[int, ContextParallelInput], split: SequenceSplit) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return split.split(output, outputs[0], f"the output of {path}")
+        values = list(output)
+        for index, how in outputs.items():
+            values[index] = split.split(values[index], how, f"output {index} of {path}")
+        return type(output)(values)
+
+    return hook
+
+
+def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[RemovableHandle]:
+    """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
+
+    def before(module: nn.Module, args: tuple) -> None:
+        split.reached = False
+
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        if not split.reached:
+            raise ValueError(
+                f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over this "
+                "rank's tokens only; if all its keys are there, name it in the plan's `whole`"
+            )
+
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]

@@ -1,0 +1,428 @@
+"""Attention kernels that return their log-sum-exp, and the choice between them.
+
+A kernel computes `softmax(scale * q @ k^T + mask) @ v` for `q` [B, Sq, H, D] and `k`, `v` [B, Sk, H, D]. It returns the
+output [B, Sq, H, D] and the logarithm of the softmax' denominator, the log-sum-exp (LSE) [B, Sq, H], by which outputs
+over parts of the keys are merged. Every backend has its own idea of the LSE's shape; `normalise` settles it here, once.
+Kernels know nothing of ranks.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import (
+    _HUB_KERNELS_REGISTRY,
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+)
+from torch import Tensor
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a kernel's limits depend on.
+
+    Attributes:
+        name: "cuda", "rocm", "cpu", or torch's name of another device.
+        capability: CUDA's compute capability; (0, 0) elsewhere.
+    """
+
+    name: str
+    capability: tuple[int, int] = (0, 0)
+
+
+@functools.cache
+def platform_of(device_type: str) -> Platform:
+    """The platform of this process' device of that type."""
+    if device_type != "cuda":
+        return Platform(device_type)
+    if torch.version.hip is not None:
+        return Platform("rocm")
+    return Platform("cuda", torch.cuda.get_device_capability())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention, with its limits as data.
+
+    Attributes:
+        name: by which it is asked for.
+        run: `(q, k, v, mask, scale, is_causal) -> (out, lse)` on [B, S, H, D]; the LSE in the backend's own shape, or
+            None where the backend gives none.
+        platforms: names of the platforms it runs on; empty for all.
+        dtypes: empty for all.
+        head_multiple: the head size is a multiple of this,
+        head_limit: and at most this.
+        capability: the smallest on CUDA.
+        takes_mask: whether it can be given a mask.
+        heads_first: whether the LSE is [B, H, S] and not [B, S, H].
+        gives_lse: whether there is a LSE at all.
+        contiguous_on: platforms where it is known to be wrong on strided inputs, or refuses them.
+        source: the package that has to be importable, or None.
+    """
+
+    name: str
+    run: Callable[..., tuple[Tensor, Tensor | None]]
+    platforms: tuple[str, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    head_multiple: int = 1
+    head_limit: int = 1 << 20
+    capability: tuple[int, int] = (0, 0)
+    takes_mask: bool = True
+    heads_first: bool = True
+    gives_lse: bool = True
+    contiguous_on: tuple[str, ...] = ()
+    source: str | None = None
+
+    def why_not(
+        self, platform: Platform, dtype: torch.dtype, head_size: int, mask: bool, lse: bool = True
+    ) -> str | None:
+        """The first reason why the kernel cannot be used, or None if it can."""
+        if self.platforms and platform.name not in self.platforms:
+            return f"runs on {' and '.join(self.platforms)}, not on {platform.name}"
+        if platform.name == "cuda" and platform.capability < self.capability:
+            return f"needs compute capability {'.'.join(map(str, self.capability))}"
+        if self.source is not None and _package_function(self.source) is None:
+            return f"{self.source} is not installed"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"does not take {str(dtype).removeprefix('torch.')}"
+        if head_size % self.head_multiple or head_size > self.head_limit:
+            return f"takes heads of up to {self.head_limit} in multiples of {self.head_multiple}, not {head_size}"
+        if mask and not self.takes_mask:
+            return "takes no mask"
+        if lse and not self.gives_lse:
+            return "gives no log-sum-exp"
+        return None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention over one set of keys.
+
+        Args:
+            q: [B, Sq, H, D]; k, v: [B, Sk, H, D]; any strides with contiguous heads.
+            mask: boolean (True: attend) or additive, broadcastable to [B, H, Sq, Sk].
+            scale: 1 / sqrt(D) if None.
+            is_causal: query i attends to keys up to i.
+
+        Returns:
+            out [B, Sq, H, D] in `q`'s dtype, and lse [B, Sq, H] in float32 (float64 for float64), None if the backend
+            gives none. Where every key of a row is masked out is 0 and lse -inf.
+        """
+        if platform_of(q.device.type).name in self.contiguous_on:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = self.run(q, k, v, mask, scale, is_causal)
+        if lse is None:
+            return out, None
+        return normalise(out, lse, mask, self.heads_first)
+
+
+def normalise(out: Tensor, lse: Tensor, mask: Tensor | None, heads_first: bool) -> tuple[Tensor, Tensor]:
+    """Settle what a backend returned: the LSE [B, S, H] in float32, whatever its layout, padding and dtype.
+
+    Some backends give the LSE a trailing axis of one, by version and by kernel: `lse.ndim < out.ndim` says that it is
+    missing, and nothing else does. Rows without any key get out 0 and lse -inf; backends disagree on them too.
+
+    Args:
+        out: [B, S, H, D].
+        lse: [B, H, S'] or [B, S', H], S' >= S, with or without a trailing axis of one.
+        mask: as given to the kernel.
+        heads_first: which of the two layouts it is.
+    """
+    if not lse.ndim < out.ndim:
+        lse = lse.squeeze(-1)
+    if heads_first:
+        lse = lse.transpose(1, 2)
+    lse = lse[:, : out.shape[1]].to(torch.promote_types(out.dtype, torch.float32))
+    if mask is not None:
+        blocked = ~mask if mask.dtype == torch.bool else mask == -math.inf
+        dead = blocked.all(-1).transpose(1, 2)  # [B, S, H], or broadcastable to it
+        lse = lse.masked_fill(dead, -math.inf)
+        out = out.masked_fill(dead[..., None], 0)
+    return out, lse
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return None if mask is None else mask.to(dtype)
+    return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _flash(q, k, v, mask, scale, is_causal):
+    assert mask is None
+    q, k, v = _heads_first(q, k, v)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _cudnn(q, k, v, mask, scale, is_causal):
+    bias = None if mask is None else _additive(mask, q.dtype).expand(-1, -1, q.shape[1], -1)
+    q, k, v = _heads_first(q, k, v)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, bias, True, 0.0, is_causal, False, scale=scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _efficient(q, k, v, mask, scale, is_causal):
+    bias = None
+    if mask is not None:
+        # The kernel reads the bias in aligned rows: a row is padded to a multiple of 8, and cut again by a view.
+        bias = torch.nn.functional.pad(_additive(mask, q.dtype), (0, -k.shape[1] % 8))[..., : k.shape[1]]
+        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], -1)
+    q, k, v = _heads_first(q, k, v)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, is_causal, scale=scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _flash_cpu(q, k, v, mask, scale, is_causal):
+    bias = _additive(mask, q.dtype)
+    if bias is not None:
+        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], -1)
+    q, k, v = _heads_first(q, k, v)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    return out.transpose(1, 2), lse
+
+
+def _math(q, k, v, mask, scale, is_causal):
+    """The definition, in float32 (float64 for float64); needs memory for all the scores."""
+    dtype, accumulate = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (x.to(accumulate) for x in _heads_first(q, k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        scores = scores.masked_fill(~scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    if mask is not None:
+        scores = scores + _additive(mask, accumulate)
+    lse = scores.logsumexp(-1)
+    weights = scores.masked_fill((lse == -math.inf)[..., None], 0).softmax(-1)
+    return (weights @ v).transpose(1, 2).to(dtype), lse
+
+
+# Where the functions of optional packages are: importable, or as the Hub kernel that diffusers downloads on
+# `set_attention_backend`.
+_PACKAGES = {
+    "flash_attn": ("flash_attn", "flash_hub"),
+    "flash_attn_3": ("flash_attn_interface", "_flash_3_hub"),
+    "aiter": ("aiter", "aiter_fa2_hub"),
+}
+
+
+def _package_function(source: str) -> Callable | None:
+    """`flash_attn_func` of the package, or of the Hub kernel in its place; None where neither is there."""
+    module, hub = _PACKAGES[source]
+    if importlib.util.find_spec(module) is not None:
+        return importlib.import_module(module).flash_attn_func
+    known = hub in {name.value for name in _HUB_KERNELS_REGISTRY}
+    return _HUB_KERNELS_REGISTRY[AttentionBackendName(hub)].kernel_fn if known else None
+
+
+def _from_package(source: str, q, k, v, mask, scale, is_causal):
+    assert mask is None
+    function = _package_function(source)
+    # FlashAttention's name for it, and AITER's; the first releases of FlashAttention 3 returned it unasked.
+    names = inspect.signature(function).parameters
+    asked: dict[str, Any] = {name: True for name in ("return_attn_probs", "return_lse") if name in names}
+    out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=is_causal, **asked)
+    return out, lse
+
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel("cudnn", _cudnn, ("cuda",), HALF, 8, 128, (8, 0)),
+        # SDPA on ROCm 7.0 was wrong for a value that is a strided view (ROCm/pytorch#3230).
+        Kernel("flash", _flash, ("cuda", "rocm"), HALF, 8, 256, (8, 0), takes_mask=False, contiguous_on=("rocm",)),
+        Kernel("efficient", _efficient, ("cuda", "rocm"), (*HALF, torch.float32), 8, contiguous_on=("rocm",)),
+        Kernel("flash_cpu", _flash_cpu, ("cpu",), (*HALF, torch.float32, torch.float64)),
+        Kernel(
+            "flash_attn_3",
+            functools.partial(_from_package, "flash_attn_3"),
+            ("cuda",),
+            HALF,
+            8,
+            256,
+            (9, 0),
+            takes_mask=False,
+            source="flash_attn_3",
+        ),
+        Kernel(
+            "flash_attn",
+            functools.partial(_from_package, "flash_attn"),
+            ("cuda", "rocm"),
+            HALF,
+            8,
+            256,
+            (8, 0),
+            takes_mask=False,
+            source="flash_attn",
+        ),
+        Kernel(
+            "aiter",
+            functools.partial(_from_package, "aiter"),
+            ("rocm",),
+            (torch.bfloat16,),
+            8,
+            256,
+            takes_mask=False,
+            contiguous_on=("rocm",),
+            source="aiter",
+        ),
+        Kernel("math", _math),
+    )
+}
+
+# diffusers' backends that are one of ours; "native" is a free choice, and every other backend stays itself.
+KERNEL_OF_BACKEND = {
+    "_native_flash": "flash",
+    "_native_cudnn": "cudnn",
+    "_native_efficient": "efficient",
+    "_native_math": "math",
+    "flash": "flash_attn",
+    "flash_hub": "flash_attn",
+    "_flash_3": "flash_attn_3",
+    "_flash_3_hub": "flash_attn_3",
+    "aiter": "aiter",
+    "aiter_fa2_hub": "aiter",
+}
+
+
+def preference(platform: Platform) -> tuple[str, ...]:
+    """Kernels from the fastest to the one that always works.
+
+    On Hopper cuDNN is the fastest of those that come with torch (docs/performance.md); on earlier cards
+    FlashAttention 2 is not slower, and takes larger heads.
+    """
+    if platform.name == "cuda" and platform.capability >= (9, 0):
+        return ("flash_attn_3", "cudnn", "flash_attn", "flash", "efficient", "math")
+    return ("aiter", "flash_attn", "flash", "cudnn", "efficient", "flash_cpu", "math")
+
+
+def explain(
+    platform: Platform, dtype: torch.dtype, head_size: int, mask: bool, lse: bool = True
+) -> list[tuple[str, str | None]]:
+    """Kernels in order of preference, each with the reason why it cannot be used, or None: the first None is taken."""
+    return [(name, KERNELS[name].why_not(platform, dtype, head_size, mask, lse)) for name in preference(platform)]
+
+
+def choose_kernel(q: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
+    """The fastest kernel that can take `q` [B, S, H, D] with this mask, or the one that is asked for.
+
+    Raises:
+        ValueError: the kernel that is asked for cannot be used here.
+    """
+    platform = platform_of(q.device.type)
+    if name == "flash" and platform.name == "cpu":
+        name = "flash_cpu"
+    if name is not None:
+        reason = KERNELS[name].why_not(platform, q.dtype, q.shape[-1], mask is not None)
+        if reason is not None:
+            usable = [other for other, why in explain(platform, q.dtype, q.shape[-1], mask is not None) if why is None]
+            raise ValueError(f"attention kernel {name!r} {reason}; usable here: {', '.join(usable)}")
+        return KERNELS[name]
+    reasons = explain(platform, q.dtype, q.shape[-1], mask is not None)
+    return KERNELS[next(name for name, reason in reasons if reason is None)]
+
+
+def check_ring_backend(path: str, backend: str | None) -> None:
+    """Raises ValueError where the backend of the attention module at `path` gives no log-sum-exp to merge by."""
+    backend = backend or _AttentionBackendRegistry.get_active_backend()[0]
+    name = AttentionBackendName(backend).value
+    if name != "native" and name not in KERNEL_OF_BACKEND:
+        raise ValueError(
+            f"{path} uses attention backend {name!r}, which gives no log-sum-exp, and a ring merges its parts by it; "
+            f'use rotate_method="allgather", ulysses_degree, or set_attention_backend() with native, '
+            f"{', '.join(KERNEL_OF_BACKEND)}"
+        )
+
+
+# What diffusers' dispatch gives to a backend.
+_DISPATCHED = (
+    "query",
+    "key",
+    "value",
+    "attn_mask",
+    "dropout_p",
+    "is_causal",
+    "scale",
+    "enable_gqa",
+    "return_lse",
+    "_parallel_config",
+)
+
+
+def wrap_backend(backend: AttentionBackendName, original: Callable) -> Callable:
+    """A backend of diffusers' dispatch that serves our split sequences too, and everything else as before."""
+    names = set(inspect.signature(original).parameters)
+
+    def on_whole_sequences(q, k, v, mask, scale, is_causal):
+        if mask is not None and "attn_mask" not in names:
+            raise ValueError(f"attention backend {backend.value!r} takes no mask")
+        arguments = {"attn_mask": mask, "scale": scale, "is_causal": is_causal}
+        return original(q, k, v, **{key: value for key, value in arguments.items() if key in names}), None
+
+    kernel: Kernel | str | None = KERNEL_OF_BACKEND.get(backend.value)
+    if kernel is None and backend.value != "native":
+        kernel = Kernel(backend.value, on_whole_sequences, gives_lse=False)
+
+    @functools.wraps(original)
+    def dispatched(query, key, value, _parallel_config=None, **kwargs):
+        attend = getattr(_parallel_config, "attend", None)
+        if attend is None:
+            if "_parallel_config" in names:
+                kwargs["_parallel_config"] = _parallel_config
+            return original(query, key, value, **{name: given for name, given in kwargs.items() if name in names})
+        if kwargs.get("dropout_p"):
+            raise ValueError("attention over several ranks has no dropout")
+        return attend(
+            query,
+            key,
+            value,
+            kwargs.get("attn_mask"),
+            kwargs.get("scale"),
+            kwargs.get("is_causal", False),
+            kernel,
+        )
+
+    return dispatched
+
+
+def wrap_argument_names(names: set[str]) -> set[str]:
+    """What the dispatch may pass to a wrapped backend: all that it has."""
+    return names | set(_DISPATCHED)
+
+
+def wrap_forward_op(original: Callable) -> Callable:
+    """diffusers' forward of a backend for its own context parallelism, with the LSE as its ring broadcasts it.
+
+    The ring merges outputs [B, S, H, D] by an LSE [B, S, H, 1]. diffusers before 0.38 (and its ring_anything before
+    0.40) took a torch of 2.9 or later for the sign that the backend gave the trailing axis; the backend decides.
+    """
+
+    @functools.wraps(original)
+    def forward_op(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if isinstance(result, tuple):
+            out, lse, *rest = result
+            if lse is not None and lse.ndim < out.ndim:
+                lse = lse.unsqueeze(-1)
+            return (out, lse, *rest)
+        return result
+
+    return forward_op

@@ -1,0 +1,351 @@
+"""Attention over a sequence whose tokens lie on several ranks: ring, Ulysses and their product, over any kernel.
+
+A rank holds [B, S, H, D] for its own tokens. Ulysses (Jacobs et al., 2023) trades the split of the sequence for a split
+of the heads with one all-to-all, and back with another. Ring attention (Liu et al., 2023) keeps the queries and passes
+keys and values from rank to rank; the outputs over the parts are merged by their log-sum-exp. In the product (Fang and
+Zhao, 2024) Ulysses is inside. Messages are laid out tokens first, [S, B, H, D], so that parts of any length are joined
+by lying one after another: what arrives is used through a view, without a copy.
+
+Schedules know nothing of backends. Nothing has to be divisible; all sizes follow from the global lengths.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather, copy_to_axis, exchange, gather_from_axis
+from ..distributed.sharding import Block
+from .attention_dispatch import KERNELS, Kernel
+
+
+# Chooses a kernel for `q` [B, S, H, D] and a mask, and for whether the log-sum-exp is needed.
+KernelChoice = Callable[[Tensor, Tensor | None, bool], Kernel]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens of the global sequence each rank holds.
+
+    Attributes:
+        streams: global lengths of the parts (text, image) that attention joins, in the model's order; each is cut
+            into near-equal runs, so that rank r's tokens are its run of every stream, one after another.
+        ring: the outer axis.
+        ulysses: the inner axis; rank r of the whole is ring rank `r // ulysses.size`.
+    """
+
+    streams: tuple[int, ...]
+    ring: Axis
+    ulysses: Axis
+
+    @property
+    def world(self) -> int:
+        return self.ring.size * self.ulysses.size
+
+    @property
+    def rank(self) -> int:
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
+
+    def runs(self, rank: int) -> list[tuple[int, int]]:
+        """`(start, stop)` of the rank's tokens in the model's global order, a run of each stream."""
+        runs, offset = [], 0
+        for length in self.streams:
+            start, stop = Block(length, 1).bounds(rank, self.world)
+            runs.append((offset + start, offset + stop))
+            offset += length
+        return runs
+
+    def length(self, rank: int) -> int:
+        return sum(stop - start for start, stop in self.runs(rank))
+
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every rank."""
+        return tuple(self.length(rank) for rank in range(self.world))
+
+    def group_lengths(self, ring_rank: int) -> tuple[int, ...]:
+        """Tokens of the ranks of one Ulysses group."""
+        inner = self.ulysses.size
+        return tuple(self.length(rank) for rank in range(ring_rank * inner, (ring_rank + 1) * inner))
+
+    def take(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """The rank's tokens of `x`, which is in the model's global order along `dim`."""
+        runs = [x.narrow(dim, start, stop - start) for start, stop in self.runs(rank)]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, dim)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    is_causal: bool,
+    layout: Layout,
+    cp: Axis,
+    choose: KernelChoice,
+    rotate_method: str = "p2p",
+) -> Tensor:
+    """Exact attention of this rank's queries to the keys of all ranks.
+
+    Args:
+        q: [B, S, H, D], this rank's tokens; k, v: [B, S, Hk, D], Hk a divisor of H.
+        mask: boolean (True: attend) or additive, for this rank's keys (broadcast over queries) or for all keys in the
+            model's order; [B, Sk], or broadcastable to [B, H, Sq, Sk] where Sq may be 1, this rank's queries or all.
+        scale: 1 / sqrt(D) if None.
+        is_causal: attend to earlier tokens of the model's order only.
+        layout: where the tokens are.
+        cp: both axes of the layout as one.
+        choose: the kernel to use.
+        rotate_method: "p2p" passes keys and values around the ring under the computation and holds two parts of them;
+            "allgather" gathers them all and computes once. With gradients they are always gathered.
+
+    Returns:
+        [B, S, H, D]
+
+    Raises:
+        ValueError: a mask of another shape, or a kernel without log-sum-exp in a ring by "p2p".
+    """
+    if is_causal:
+        causal = _causal_mask(layout, q.device)
+        mask = causal if mask is None else _combine(_spread_mask(mask, q, k, layout, cp), causal)
+    elif mask is not None:
+        mask = _spread_mask(mask, q, k, layout, cp)
+    heads = q.shape[2]
+    if layout.ulysses.size > 1:
+        q, k, v = _scatter_heads(q, k, v, layout)
+        mask = _mask_of_group(mask, heads, layout)
+    elif k.shape[2] != heads:
+        k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in (k, v))
+    if layout.ring.size == 1:
+        out, _ = choose(q, mask, False)(q, k, v, mask, scale)
+    else:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(layout.ring.size))
+        if rotate_method == "allgather" or needs_grad:
+            k, v = _gather_keys(k, v, lengths, layout.ring)
+            out, _ = choose(q, mask, False)(q, k, v, mask, scale)
+        else:
+            kernel = choose(q, mask, True)
+            # The compiler takes the exchange for one opaque operation: what overlaps in it is decided here.
+            ring = torch.ops.diffusers_rocm.ring_attention if torch.compiler.is_compiling() else _ring_attention
+            out = ring(q, k, v, mask, scale, kernel.name, lengths, layout.ring.rank, layout.ring.group.group_name)
+    return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
+
+
+# ---- Ulysses
+
+
+def _tokens_first(*tensors: Tensor) -> Tensor:
+    """[B, S, H, D] each to one [S, B, sum of H, D]."""
+    return torch.cat([x.transpose(0, 1) for x in tensors], dim=2)
+
+
+def _key_heads(heads: int, key_heads: int, rank: int, world: int) -> tuple[int, int]:
+    """The key heads that the rank's query heads attend with."""
+    start, stop = Block(heads, 1).bounds(rank, world)
+    group = heads // key_heads
+    return start // group, -(-stop // group)
+
+
+def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of this rank with all heads -> tokens of the group with this rank's heads; one message for q, k and v."""
+    axis, (batch, length, heads, size), key_heads = layout.ulysses, q.shape, k.shape[2]
+    if heads < axis.size:
+        raise ValueError(
+            f"Ulysses over {axis.size} ranks needs as many heads, and this attention has {heads}; use "
+            f"ulysses_degree <= {heads} and a ring for the rest"
+        )
+    parts, counts = [], []
+    for rank in range(axis.size):
+        start, stop = Block(heads, 1).bounds(rank, axis.size)
+        low, high = _key_heads(heads, key_heads, rank, axis.size)
+        parts.append(_tokens_first(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]).flatten())
+        counts.append(stop - start + 2 * (high - low))
+    lengths, count = layout.group_lengths(layout.ring.rank), counts[axis.rank]
+    received = exchange(
+        torch.cat(parts),
+        tuple(length * batch * each * size for each in counts),
+        tuple(each * batch * count * size for each in lengths),
+        axis,
+    )
+    received = received.view(sum(lengths), batch, count, size).transpose(0, 1)
+    start, stop = Block(heads, 1).bounds(axis.rank, axis.size)
+    low, high = _key_heads(heads, key_heads, axis.rank, axis.size)
+    q, k, v = received.split([stop - start, high - low, high - low], dim=2)
+    if key_heads != heads:
+        group = heads // key_heads
+        wanted = slice(start - low * group, stop - low * group)
+        k, v = (x.repeat_interleave(group, 2)[:, :, wanted] for x in (k, v))
+    return q, k, v
+
+
+def _gather_heads(out: Tensor, heads: int, layout: Layout) -> Tensor:
+    """Tokens of the group with this rank's heads -> tokens of this rank with all heads."""
+    axis, (batch, _, count, size) = layout.ulysses, out.shape
+    lengths = layout.group_lengths(layout.ring.rank)
+    length = lengths[axis.rank]
+    bounds = [Block(heads, 1).bounds(rank, axis.size) for rank in range(axis.size)]
+    send = tuple(each * batch * count * size for each in lengths)
+    receive = tuple(length * batch * (stop - start) * size for start, stop in bounds)
+    received = exchange(out.transpose(0, 1).reshape(-1), send, receive, axis)
+    parts = [part.view(length, batch, -1, size) for part in received.split(receive)]
+    return torch.cat(parts, dim=2).transpose(0, 1)
+
+
+# ---- ring
+
+
+def _gather_keys(k: Tensor, v: Tensor, lengths: tuple[int, ...], axis: Axis) -> tuple[Tensor, Tensor]:
+    """Keys and values of all ranks of the ring, as views of one gathered message; their gradients are summed."""
+    gathered = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, axis, 0), axis)
+    return gathered.transpose(0, 1).chunk(2, dim=2)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
+    """Add attention over more keys to `out`, in place; returns the new log-sum-exp.
+
+    Args:
+        out: [B, S, H, D] in the dtype to accumulate in; part: [B, S, H, D].
+        lse, part_lse: [B, S, H]; -inf where there was no key yet, or none in the part.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    reference = total.masked_fill(total == -torch.inf, 0)
+    out.mul_(torch.exp(lse - reference)[..., None])
+    out.addcmul_(part.to(out.dtype), torch.exp(part_lse - reference)[..., None])
+    return total
+
+
+def _ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    kernel: str,
+    lengths: list[int],
+    rank: int,
+    group: str,
+) -> Tensor:
+    """Each rank passes keys and values on to the next while it computes with those that it has.
+
+    They travel as one message [S, B, 2 H, D], in two buffers that take turns; the last hop is not made.
+
+    Args:
+        q: [B, Sq, H, D]; k, v: [B, lengths[rank], H, D].
+        mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
+        kernel: its name.
+        lengths: keys of every rank.
+        group: name of the process group.
+    """
+    world, (batch, _, heads, size) = len(lengths), k.shape
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    buffers = [k.new_empty(max(lengths) * batch * 2 * heads * size) for _ in range(2)]
+
+    def message(hop: int) -> Tensor:
+        length = lengths[(rank - hop) % world]
+        return buffers[hop % 2][: length * batch * 2 * heads * size].view(length, batch, 2 * heads, size)
+
+    own = message(0)
+    own[:, :, :heads].copy_(k.transpose(0, 1))
+    own[:, :, heads:].copy_(v.transpose(0, 1))
+    out = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    lse = None
+    for hop in range(world):
+        pending = []
+        if hop < world - 1:
+            pending = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, message(hop), group=process_group, group_peer=(rank + 1) % world),
+                    dist.P2POp(dist.irecv, message(hop + 1), group=process_group, group_peer=(rank - 1) % world),
+                ]
+            )
+        owner = (rank - hop) % world
+        keys, values = message(hop).transpose(0, 1).chunk(2, dim=2)
+        if mask is not None:
+            columns = mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
+        part, part_lse = KERNELS[kernel](q, keys, values, None if mask is None else columns, scale)
+        if lse is None:
+            out.copy_(part)
+            lse = part_lse
+        else:
+            lse = merge(out, lse, part, part_lse)
+        for work in pending:
+            work.wait()
+    return out.to(q.dtype)
+
+
+@torch.library.custom_op("diffusers_rocm::ring_attention", mutates_args=())
+def _ring_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    kernel: str,
+    lengths: list[int],
+    rank: int,
+    group: str,
+) -> Tensor:
+    return _ring_attention(q, k, v, mask, scale, kernel, lengths, rank, group)
+
+
+@_ring_attention_op.register_fake
+def _(q, k, v, mask, scale, kernel, lengths, rank, group):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+# ---- masks
+
+
+def _spread_mask(mask: Tensor, q: Tensor, k: Tensor, layout: Layout, cp: Axis) -> Tensor:
+    """The model's mask as [B or 1, H or 1, this rank's queries or 1, all keys in rank order]."""
+    batch, queries, keys, everything = q.shape[0], q.shape[1], k.shape[1], sum(layout.streams)
+    if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] in (keys, everything):
+        mask = mask[:, None, None]
+    mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    rows, columns = mask.shape[-2:]
+    if rows == everything:
+        mask = layout.take(mask, -2, layout.rank)
+    elif rows not in (1, queries):
+        raise ValueError(f"a mask of {rows} rows fits neither the {queries} queries of this rank nor all {everything}")
+    if columns == everything:
+        return torch.cat([layout.take(mask, -1, rank) for rank in range(layout.world)], -1)
+    if columns == keys and mask.shape[-2] == 1:
+        # No backend gathers booleans as they are.
+        as_sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        return all_gather(as_sent, layout.lengths(), cp).to(mask.dtype)
+    raise ValueError(
+        f"a mask of {mask.shape[-2]} x {columns} needs a column for each of the {everything} keys, or one row for the "
+        f"{keys} keys of this rank"
+    )
+
+
+def _mask_of_group(mask: Tensor | None, heads: int, layout: Layout) -> Tensor | None:
+    """The mask for this rank's heads and the queries of its Ulysses group."""
+    if mask is None:
+        return None
+    axis = layout.ulysses
+    if mask.shape[1] > 1:
+        start, stop = Block(heads, 1).bounds(axis.rank, axis.size)
+        if mask.shape[2] == 1:
+            return mask[:, start:stop]
+    if mask.shape[2] > 1:
+        as_sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        mask = all_gather(as_sent, layout.group_lengths(layout.ring.rank), axis, -2).to(mask.dtype)
+        if mask.shape[1] > 1:
+            mask = mask[:, start:stop]
+    return mask
+
+
+def _causal_mask(layout: Layout, device: torch.device) -> Tensor:
+    """[1, 1, this rank's queries, all keys in rank order]"""
+    position = torch.arange(sum(layout.streams), device=device)
+    keys = torch.cat([layout.take(position, 0, rank) for rank in range(layout.world)])
+    return (keys[None] <= layout.take(position, 0, layout.rank)[:, None])[None, None]
+
+
+def _combine(mask: Tensor, causal: Tensor) -> Tensor:
+    return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -torch.inf)
