@@ -58,8 +58,8 @@ class SequenceSplit:
             return x
         if length < self.cp.size:
             raise ValueError(
-                f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree of "
-                f"at most {length}"
+                f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree "
+                f"of at most {length}"
             )
         start, stop = Block(length, 1).bounds(self.cp.rank, self.cp.size)
         return x.narrow(how.split_dim, start, stop - start)
@@ -78,17 +78,16 @@ class SequenceSplit:
     def layout(self, queries: int, keys: int) -> Layout:
         """Of all streams that this forward split, joined, or of the main one: whichever has this many tokens here."""
         streams = tuple(self.lengths[stream] for stream in self.plan.streams if stream in self.lengths)
-        candidates = [streams]
+        candidates = [Layout(streams, self.ring, self.ulysses)] if streams else []
         if self.plan.main in self.lengths:
-            candidates.append((self.lengths[self.plan.main],))
-        for candidate in candidates:
-            layout = Layout(candidate, self.ring, self.ulysses)
-            if candidate and queries == keys == layout.length(self.cp.rank):
+            candidates.append(Layout((self.lengths[self.plan.main],), self.ring, self.ulysses))
+        for layout in candidates:
+            if queries == keys == layout.length(self.cp.rank):
                 return layout
+        held = [layout.length(self.cp.rank) for layout in candidates]
         raise ValueError(
-            f"{self.name}: attention of {queries} queries to {keys} keys on rank {self.cp.rank}, but of the sequences "
-            f"{self.lengths} it holds {[Layout(c, self.ring, self.ulysses).length(self.cp.rank) for c in candidates]}; "
-            "attention to keys that are not split belongs in the plan's `whole`"
+            f"{self.name}: attention of {queries} queries to {keys} keys, but rank {self.cp.rank} holds {held} tokens "
+            f"of the sequences {self.lengths}; attention to keys that are not split belongs in the plan's `whole`"
         )
 
     def attend(
@@ -302,8 +301,8 @@ def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[Remo
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if not split.reached:
             raise ValueError(
-                f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over this "
-                "rank's tokens only; if all its keys are there, name it in the plan's `whole`"
+                f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over "
+                "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"
             )
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]

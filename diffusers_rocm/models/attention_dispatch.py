@@ -1,9 +1,9 @@
 """Attention kernels that return their log-sum-exp, and the choice between them.
 
-A kernel computes `softmax(scale * q @ k^T + mask) @ v` for `q` [B, Sq, H, D] and `k`, `v` [B, Sk, H, D]. It returns the
-output [B, Sq, H, D] and the logarithm of the softmax' denominator, the log-sum-exp (LSE) [B, Sq, H], by which outputs
-over parts of the keys are merged. Every backend has its own idea of the LSE's shape; `normalise` settles it here, once.
-Kernels know nothing of ranks.
+A kernel computes `softmax(scale * q @ k^T + mask) @ v` for `q` [B, Sq, H, D] and `k`, `v` [B, Sk, H, D]. It returns
+the output [B, Sq, H, D] and the logarithm of the softmax' denominator, the log-sum-exp (LSE) [B, Sq, H], by which
+outputs over parts of the keys are merged. Every backend has its own idea of the LSE's shape; `normalise` settles it
+here, once. Kernels know nothing of ranks.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """Attention over a sequence whose tokens lie on several ranks: ring, Ulysses and their product, over any kernel.
 
-A rank holds [B, S, H, D] for its own tokens. Ulysses (Jacobs et al., 2023) trades the split of the sequence for a split
-of the heads with one all-to-all, and back with another. Ring attention (Liu et al., 2023) keeps the queries and passes
-keys and values from rank to rank; the outputs over the parts are merged by their log-sum-exp. In the product (Fang and
-Zhao, 2024) Ulysses is inside. Messages are laid out tokens first, [S, B, H, D], so that parts of any length are joined
-by lying one after another: what arrives is used through a view, without a copy.
+A rank holds [B, S, H, D] for its own tokens. Ulysses (Jacobs et al., 2023) trades the split of the sequence for a
+split of the heads with one all-to-all, and back with another. Ring attention (Liu et al., 2023) keeps the queries and
+passes keys and values from rank to rank; the outputs over the parts are merged by their log-sum-exp. In the product
+(Fang and Zhao, 2024) Ulysses is inside. Messages are laid out tokens first, [S, B, H, D], so that parts of any length
+are joined by lying one after another: what arrives is used through a view, without a copy.
 
 Schedules know nothing of backends. Nothing has to be divisible; all sizes follow from the global lengths.
 """
@@ -314,29 +314,27 @@ def _spread_mask(mask: Tensor, q: Tensor, k: Tensor, layout: Layout, cp: Axis) -
     if columns == everything:
         return torch.cat([layout.take(mask, -1, rank) for rank in range(layout.world)], -1)
     if columns == keys and mask.shape[-2] == 1:
-        # No backend gathers booleans as they are.
-        as_sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-        return all_gather(as_sent, layout.lengths(), cp).to(mask.dtype)
+        return _gather_mask(mask, layout.lengths(), cp, -1)
     raise ValueError(
         f"a mask of {mask.shape[-2]} x {columns} needs a column for each of the {everything} keys, or one row for the "
         f"{keys} keys of this rank"
     )
 
 
+def _gather_mask(mask: Tensor, sizes: tuple[int, ...], axis: Axis, dim: int) -> Tensor:
+    # No backend gathers booleans as they are.
+    as_sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+    return all_gather(as_sent, sizes, axis, dim).to(mask.dtype)
+
+
 def _mask_of_group(mask: Tensor | None, heads: int, layout: Layout) -> Tensor | None:
-    """The mask for this rank's heads and the queries of its Ulysses group."""
-    if mask is None:
-        return None
+    """The mask for the queries of this rank's Ulysses group, and for its heads."""
     axis = layout.ulysses
-    if mask.shape[1] > 1:
+    if mask is not None and mask.shape[2] > 1:
+        mask = _gather_mask(mask, layout.group_lengths(layout.ring.rank), axis, -2)
+    if mask is not None and mask.shape[1] > 1:
         start, stop = Block(heads, 1).bounds(axis.rank, axis.size)
-        if mask.shape[2] == 1:
-            return mask[:, start:stop]
-    if mask.shape[2] > 1:
-        as_sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-        mask = all_gather(as_sent, layout.group_lengths(layout.ring.rank), axis, -2).to(mask.dtype)
-        if mask.shape[1] > 1:
-            mask = mask[:, start:stop]
+        mask = mask[:, start:stop]
     return mask
 
 

@@ -1,0 +1,329 @@
+"""Schedules over real ranks against one softmax over everything, and the merge that the ring rests on."""
+
+import math
+import unittest
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parameterized import parameterized
+from torch.distributed.device_mesh import init_device_mesh
+
+from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.models import attention_parallel
+from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
+from diffusers_rocm.models.attention_parallel import Layout, attention, merge
+
+from ..testing_utils import relative_l2, run_ranks
+from .test_attention_dispatch import reference
+
+
+def choose(q, mask, needs_lse):
+    return choose_kernel(q, mask)
+
+
+def tensors(streams, heads, key_heads, batch, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    length = sum(streams)
+    shapes = [(batch, length, count, 16) for count in (heads, key_heads, key_heads)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def full_mask(kind: str, streams, heads: int, batch: int):
+    """A mask over the whole sequence; every row keeps a key."""
+    length, generator = sum(streams), torch.Generator().manual_seed(1)
+    shape = {
+        "keys": (batch, 1, 1, length),
+        "keys, 2 dims": (batch, length),
+        "keys, one for the batch": (1, 1, 1, length),
+        "keys, every head": (batch, heads, 1, length),
+        "keys, additive": (batch, 1, 1, length),
+        "keys, all of a rank": (batch, 1, 1, length),
+        "rows": (1, 1, length, length),
+        "rows, every head": (batch, heads, length, length),
+        "rows, additive": (batch, 1, length, length),
+    }[kind]
+    if "additive" in kind:
+        return torch.randn(shape, generator=generator)
+    mask = torch.rand(shape, generator=generator) > 0.5
+    mask[..., -1] = True
+    if kind == "keys, all of a rank":
+        mask[..., : length // 2] = False  # a whole part of the ring has nothing to say
+    return mask
+
+
+def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, causal) -> float:
+    """Relative error on this rank's tokens. `how` is what the rank gets of the mask: its keys, its rows, or all."""
+    cp, ring_axis, ulysses_axis = ContextParallelConfig(ring, ulysses).axes()
+    layout = Layout(streams, ring_axis, ulysses_axis)
+    q, k, v = tensors(streams, heads, key_heads, batch)
+    mask = None if kind is None else full_mask(kind, streams, heads, batch)
+    expanded = [x.repeat_interleave(heads // key_heads, 2) for x in (k, v)]
+    whole_mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
+    if causal:
+        triangle = torch.ones(sum(streams), sum(streams), dtype=torch.bool).tril()[None, None]
+        whole_mask = triangle if mask is None else whole_mask & triangle
+    want = layout.take(reference(q, *expanded, whole_mask)[0], 1, layout.rank)
+    if mask is not None and how == "local":
+        mask = layout.take(mask, -1, layout.rank)
+    elif how == "rows":
+        mask = layout.take(mask, -2, layout.rank)
+    mine = [layout.take(x, 1, layout.rank) for x in (q, k, v)]
+    out = attention(*mine, mask, None, causal, layout, cp, choose, rotate)
+    return relative_l2(out, want)
+
+
+RINGS = [(ring, 1, rotate) for ring in (2, 3, 4) for rotate in ("p2p", "allgather")]
+SPLITS = [*RINGS, (1, 2, "p2p"), (1, 3, "p2p"), (1, 4, "p2p"), (2, 2, "p2p"), (2, 2, "allgather")]
+SHAPES = [((24,), 12, 12, 1), ((23,), 5, 5, 2), ((7, 18), 6, 3, 2)]  # even; uneven; joined, with fewer key heads
+MASKS = [
+    ("keys", "local"),
+    ("keys", "global"),
+    ("keys, 2 dims", "local"),
+    ("keys, one for the batch", "local"),
+    ("keys, every head", "local"),
+    ("keys, additive", "local"),
+    ("keys, all of a rank", "local"),
+    ("rows", "global"),
+    ("rows", "rows"),
+    ("rows, every head", "global"),
+    ("rows, additive", "rows"),
+]
+MASKED = [(2, 1, "p2p"), (3, 1, "p2p"), (2, 1, "allgather"), (1, 3, "p2p"), (2, 2, "p2p")]
+
+
+class TestSchedules(unittest.TestCase):
+    @parameterized.expand([(*split, *shape) for split in SPLITS for shape in SHAPES], skip_on_empty=False)
+    def test_parity(self, ring, ulysses, rotate, streams, heads, key_heads, batch):
+        for error in run_ranks(
+            ring * ulysses, worker, ring, ulysses, streams, heads, key_heads, batch, rotate, None, "", False
+        ):
+            assert error <= 1e-6, error
+
+    @parameterized.expand([(*split, *mask) for split in MASKED for mask in MASKS])
+    def test_masks(self, ring, ulysses, rotate, kind, how):
+        for error in run_ranks(ring * ulysses, worker, ring, ulysses, (7, 18), 6, 6, 2, rotate, kind, how, False):
+            assert error <= 1e-6, error
+
+    @parameterized.expand([(*split, kind) for split in MASKED for kind in (None, "keys")])
+    def test_causal(self, ring, ulysses, rotate, kind):
+        for error in run_ranks(ring * ulysses, worker, ring, ulysses, (7, 18), 6, 6, 1, rotate, kind, "local", True):
+            assert error <= 1e-6, error
+
+    @parameterized.expand([(*split, kind) for split in MASKED for kind in (None, "rows")])
+    def test_gradients(self, ring, ulysses, rotate, kind):
+        for errors in run_ranks(ring * ulysses, gradient_worker, ring, ulysses, rotate, kind):
+            assert len(errors) == 3 and max(errors) <= 1e-6, errors
+
+    @parameterized.expand([(*split, kind) for split in MASKED for kind in (None, "keys")])
+    def test_compiled_without_a_break(self, ring, ulysses, rotate, kind):
+        for error in run_ranks(ring * ulysses, compiled_worker, ring, ulysses, rotate, kind):
+            assert error <= 1e-6, error
+
+    @parameterized.expand([("no lse",), ("no mask",), ("other direction",)])
+    def test_wrong_twins_fail(self, twin):
+        for ours, wrong in run_ranks(3, wrong_twin_worker, twin):
+            assert ours <= 1e-6, ours
+            assert not wrong <= 1e-2, wrong
+
+    def test_ring_holds_two_parts(self):
+        for bytes_allocated, part in run_ranks(4, memory_worker):
+            assert bytes_allocated <= 2 * part, (bytes_allocated, part)
+
+    def test_masks_that_fit_nothing(self):
+        for message in run_ranks(2, bad_mask_worker):
+            assert "a mask of 1 x 9 needs a column for each of the 25 keys" in message[0], message
+            assert "a mask of 9 rows fits neither the" in message[1], message
+
+    def test_too_few_heads(self):
+        for message in run_ranks(3, few_heads_worker):
+            assert "Ulysses over 3 ranks needs as many heads, and this attention has 2" in message
+
+
+def axes(ring, ulysses):
+    return ContextParallelConfig(ring, ulysses).axes()
+
+
+def gradient_worker(ring, ulysses, rotate, kind) -> list[float]:
+    cp, ring_axis, ulysses_axis = axes(ring, ulysses)
+    streams = (7, 18)
+    layout = Layout(streams, ring_axis, ulysses_axis)
+    whole = [x.double().requires_grad_() for x in tensors(streams, 6, 3, 2)]
+    mask = None if kind is None else full_mask(kind, streams, 6, 2)
+    weights = torch.arange(25 * 16.0).view(1, 25, 1, 16).double()
+    q, k, v = whole
+    out, _ = reference(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), mask)
+    wanted = torch.autograd.grad((out * weights).sum(), whole)
+    mine = [layout.take(x, 1, layout.rank).detach().requires_grad_() for x in whole]
+    out = attention(*mine, mask, None, False, layout, cp, choose, rotate)
+    got = torch.autograd.grad((out * layout.take(weights, 1, layout.rank)).sum(), mine)
+    return [relative_l2(g, layout.take(w, 1, layout.rank)) for g, w in zip(got, wanted, strict=True)]
+
+
+@torch.no_grad()
+def compiled_worker(ring, ulysses, rotate, kind) -> float:
+    cp, ring_axis, ulysses_axis = axes(ring, ulysses)
+    streams = (7, 18)
+    layout = Layout(streams, ring_axis, ulysses_axis)
+    mine = [layout.take(x, 1, layout.rank) for x in tensors(streams, 6, 3, 2)]
+    mask = None if kind is None else layout.take(full_mask(kind, streams, 6, 2), -1, layout.rank)
+
+    def step(q, k, v, mask):
+        return attention(q, k, v, mask, None, False, layout, cp, choose, rotate) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    return relative_l2(compiled(*mine, mask), step(*mine, mask))
+
+
+@torch.no_grad()
+def wrong_twin_worker(twin) -> tuple[float, float]:
+    """Ours, and the same with one plausible mistake in the ring."""
+    cp, ring_axis, ulysses_axis = axes(3, 1)
+    streams = (7, 18)
+    layout = Layout(streams, ring_axis, ulysses_axis)
+    q, k, v = tensors(streams, 6, 6, 1)
+    k[:, :10] *= 3  # parts of very different weight
+    mask = full_mask("keys", streams, 6, 1)
+    want = layout.take(reference(q, k, v, mask)[0], 1, layout.rank)
+    mine = [layout.take(x, 1, layout.rank) for x in (q, k, v)]
+
+    def error(mask=mask):
+        return relative_l2(attention(*mine, mask, None, False, layout, cp, choose), want)
+
+    ours = error()
+    if twin == "no mask":
+        return ours, error(None)
+    if twin == "no lse":
+
+        def mean(out, lse, part, part_lse):
+            out.add_(part).div_(2)
+            return lse
+
+        with patch.object(attention_parallel, "merge", mean):
+            return ours, error()
+    # The parts arrive from the next rank in place of the previous one; sizes and masks say otherwise.
+    even = Layout((9, 18), ring_axis, ulysses_axis)
+    q, k, v = tensors((9, 18), 6, 6, 1)
+    mask = full_mask("keys", (9, 18), 6, 1)
+    want = even.take(reference(q, k, v, mask)[0], 1, even.rank)
+    mine = [even.take(x, 1, even.rank) for x in (q, k, v)]
+
+    def swapped(op, tensor, group, group_peer):
+        return dist.distributed_c10d.P2POp(op, tensor, group=group, group_peer=(2 * ring_axis.rank - group_peer) % 3)
+
+    with patch.object(attention_parallel.dist, "P2POp", swapped):
+        return ours, relative_l2(attention(*mine, mask, None, False, even, cp, choose), want)
+
+
+@torch.no_grad()
+def memory_worker() -> tuple[int, int]:
+    """Bytes of the ring's own buffers, and of one part of keys and values."""
+    cp, ring_axis, ulysses_axis = axes(4, 1)
+    layout = Layout((24,), ring_axis, ulysses_axis)
+    mine = [layout.take(x, 1, layout.rank) for x in tensors((24,), 4, 4, 1)]
+    allocated, original = [], torch.Tensor.new_empty
+
+    def counted(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        allocated.append(result.numel() * result.element_size())
+        return result
+
+    with patch.object(torch.Tensor, "new_empty", counted):
+        attention(*mine, None, None, False, layout, cp, choose)
+    assert allocated
+    return sum(allocated), 2 * mine[1].numel() * mine[1].element_size()
+
+
+@torch.no_grad()
+def bad_mask_worker() -> list[str]:
+    cp, ring_axis, ulysses_axis = axes(2, 1)
+    layout = Layout((7, 18), ring_axis, ulysses_axis)
+    mine = [layout.take(x, 1, layout.rank) for x in tensors((7, 18), 2, 2, 1)]
+    messages = []
+    for shape in ((1, 1, 1, 9), (1, 1, 9, 25)):
+        with pytest.raises(ValueError) as raised:
+            attention(*mine, torch.ones(shape, dtype=torch.bool), None, False, layout, cp, choose)
+        messages.append(str(raised.value))
+    return messages
+
+
+@torch.no_grad()
+def few_heads_worker() -> str:
+    cp, ring_axis, ulysses_axis = axes(1, 3)
+    layout = Layout((25,), ring_axis, ulysses_axis)
+    mine = [layout.take(x, 1, layout.rank) for x in tensors((25,), 2, 2, 1)]
+    with pytest.raises(ValueError) as raised:
+        attention(*mine, None, None, False, layout, cp, choose)
+    return str(raised.value)
+
+
+class TestLayout(unittest.TestCase):
+    @parameterized.expand([((24,), 2, 2), ((7, 18), 3, 1), ((5, 6, 11), 2, 3), ((4096, 512), 1, 5)])
+    def test_the_ranks_share_the_sequence(self, streams, ring, ulysses):
+        world = ring * ulysses
+        layouts = []
+        for rank in range(world):
+            outer = Axis("ring", None, rank // ulysses, ring, 0, torch.device("cpu"))
+            inner = Axis("ulysses", None, rank % ulysses, ulysses, 0, torch.device("cpu"))
+            layouts.append(Layout(streams, outer, inner))
+        order = torch.arange(sum(streams))
+        taken = [layout.take(order, 0, layout.rank) for layout in layouts]
+        assert torch.equal(torch.cat(taken).sort().values, order)
+        assert [len(part) for part in taken] == list(layouts[0].lengths())
+        assert max(layouts[0].lengths()) - min(layouts[0].lengths()) <= len(streams)
+        grouped = [layouts[0].group_lengths(rank) for rank in range(ring)]
+        assert sum(grouped, ()) == layouts[0].lengths()
+
+
+class TestMerge(unittest.TestCase):
+    @settings(max_examples=150, deadline=None)
+    @given(
+        data=st.data(),
+        batch=st.integers(1, 2),
+        heads=st.integers(1, 3),
+        queries=st.integers(1, 6),
+        keys=st.integers(1, 24),
+        size=st.integers(1, 8),
+        spread=st.sampled_from([0.1, 1.0, 30.0]),
+        kept=st.floats(0.0, 1.0),
+    )
+    def test_any_chunking_equals_one_softmax(self, data, batch, heads, queries, keys, size, spread, kept):
+        """Float64, to 1e-12; with any share of the keys masked, so that whole chunks and whole rows have none."""
+        cuts = sorted(data.draw(st.sets(st.integers(1, max(keys - 1, 1)), max_size=6)))
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+
+        def randn(length):
+            return torch.randn(batch, length, heads, size, generator=generator, dtype=torch.float64)
+
+        q, k, v = spread * randn(queries), randn(keys), randn(keys)
+        mask = torch.rand(batch, heads, queries, keys, generator=generator) < kept
+        bounds = [0, *[cut for cut in cuts if cut < keys], keys]
+        out = lse = None
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            part = KERNELS["math"](q, k[:, start:stop], v[:, start:stop], mask[..., start:stop], None)
+            if out is None:
+                out, lse = part[0].clone(), part[1]
+            else:
+                lse = merge(out, lse, *part)
+        want, want_lse = reference(q, k, v, mask)
+        assert not out.isnan().any()
+        assert (out - want).abs().max() <= 1e-12
+        dead = want_lse == -math.inf
+        assert torch.equal(lse == -math.inf, dead)
+        assert ((lse - want_lse)[~dead].abs() <= 1e-12 * want_lse[~dead].abs().clamp(min=1)).all()
+
+
+def two_dimensional_mesh_worker() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ulysses"))
+    cp, ring, ulysses = ContextParallelConfig(mesh=mesh).axes()
+    return (cp.size, ring.size, ulysses.size) == (2, 1, 2) and cp.rank == dist.get_rank() % 2
+
+
+class TestMesh(unittest.TestCase):
+    def test_an_axis_of_a_larger_mesh(self):
+        assert all(run_ranks(4, two_dimensional_mesh_worker))
