@@ -8,6 +8,7 @@ from diffusers_rocm import TensorParallelConfig
 
 from ...testing_utils import relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin
 from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin
 from ..transformers.test_models_transformer_flux import FLUX_INIT, flux_inputs
 
@@ -24,6 +25,10 @@ class FluxControlNetTesterConfig(BaseModelTesterConfig):
 
 
 class TestFluxControlNetTensorParallel(FluxControlNetTesterConfig, TensorParallelTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestFluxControlNetContextParallel(FluxControlNetTesterConfig, ContextParallelTesterMixin, unittest.TestCase):
     pass
 
 

@@ -10,6 +10,8 @@ class BaseModelTesterConfig:
     model_class: type[nn.Module]
     # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
     repeated_block_count: int
+    # Inputs that are activations: of the model's dtype, and what gradients are asked of.
+    floating_inputs = ("hidden_states", "encoder_hidden_states", "pooled_projections", "controlnet_cond")
     device = "cpu"
 
     def get_init_dict(self) -> dict:
@@ -33,7 +35,8 @@ class BaseModelTesterConfig:
         return model.to(self.device, dtype)
 
     def get_inputs(self, batch_size: int = 1) -> dict:
-        return {name: value.to(self.device) for name, value in self.get_dummy_inputs(batch_size).items()}
+        inputs = self.get_dummy_inputs(batch_size)
+        return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
     def get_output(self, model: nn.Module, inputs: dict) -> torch.Tensor:
         """The model's answer as one tensor, whatever its structure."""

@@ -66,8 +66,7 @@ def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple
         model = reference_model
     else:
         model = config.get_model(dtype=torch.bfloat16)
-        floating = ("hidden_states", "encoder_hidden_states", "pooled_projections", "controlnet_cond")
-        inputs = {k: v.bfloat16() if k in floating else v for k, v in inputs.items()}
+        inputs = {k: v.bfloat16() if k in config.floating_inputs else v for k, v in inputs.items()}
     with torch.autocast(config.device, torch.bfloat16, enabled=autocast):
         single = config.get_output(model, inputs)
         model.enable_parallelism(config=TensorParallelConfig(tp=tp))
@@ -78,10 +77,7 @@ def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple
 def gradient_worker(config: BaseModelTesterConfig, tp: int) -> dict[str, float]:
     """Relative errors of all gradients: of the inputs, and of each parameter, gathered."""
     model, inputs = config.get_model(), config.get_inputs(2)
-    leaves = {name: value.requires_grad_() for name, value in inputs.items() if value.is_floating_point()}
-    leaves = {
-        name: value for name, value in leaves.items() if name not in ("timestep", "guidance", "img_ids", "txt_ids")
-    }
+    leaves = {name: inputs[name].requires_grad_() for name in config.floating_inputs if name in inputs}
 
     def backward() -> dict[str, torch.Tensor]:
         output = config.get_output(model, inputs)

@@ -13,6 +13,7 @@ from diffusers_rocm.distributed.sharding import Block, Shard
 
 from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin
 from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin, _clone_state, _same_state
 
 
@@ -72,6 +73,10 @@ class TestFluxTransformerTensorParallel(FluxTransformerTesterConfig, TensorParal
     pass
 
 
+class TestFluxTransformerContextParallel(FluxTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase):
+    pass
+
+
 class FluxAcceleratorTransformerTesterConfig(FluxTransformerTesterConfig):
     device = "cuda"  # ROCm's name too
 
@@ -79,6 +84,13 @@ class FluxAcceleratorTransformerTesterConfig(FluxTransformerTesterConfig):
 @require_torch_multi_accelerator
 class TestFluxTransformerTensorParallelAccelerator(
     FluxAcceleratorTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase
+):
+    """The same over NCCL or RCCL."""
+
+
+@require_torch_multi_accelerator
+class TestFluxTransformerContextParallelAccelerator(
+    FluxAcceleratorTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
 ):
     """The same over NCCL or RCCL."""
 

@@ -1,0 +1,49 @@
+import unittest
+
+import torch
+from diffusers import HunyuanVideoTransformer3DModel
+
+from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin
+
+
+class HunyuanVideoTransformerTesterConfig(BaseModelTesterConfig):
+    """With a mask over the joined sequence, which the model makes."""
+
+    model_class = HunyuanVideoTransformer3DModel
+    repeated_block_count = 2
+
+    def get_init_dict(self):
+        return {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 5,
+            "attention_head_dim": 10,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "patch_size": 2,
+            "patch_size_t": 1,
+            "guidance_embeds": True,
+            "text_embed_dim": 16,
+            "pooled_projection_dim": 8,
+            "rope_axes_dim": (2, 4, 4),
+        }
+
+    def get_dummy_inputs(self, batch_size=1):
+        mask = torch.ones(batch_size, 11, dtype=torch.long)
+        mask[0, 4:] = 0
+        return {
+            "hidden_states": randn(batch_size, 4, 3, 6, 10, seed=1),  # 45 tokens
+            "encoder_hidden_states": randn(batch_size, 11, 16, seed=2),
+            "encoder_attention_mask": mask,
+            "pooled_projections": randn(batch_size, 8, seed=3),
+            "timestep": torch.tensor([500, 250])[:batch_size],
+            "guidance": torch.tensor([4000.0, 2000.0])[:batch_size],
+        }
+
+
+class TestHunyuanVideoTransformerContextParallel(
+    HunyuanVideoTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
+):
+    pass

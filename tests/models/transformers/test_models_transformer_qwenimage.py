@@ -1,0 +1,63 @@
+import unittest
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+
+from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin
+
+
+class QwenImageTransformerTesterConfig(BaseModelTesterConfig):
+    """With a mask: samples of a batch have prompts of different lengths."""
+
+    model_class = QwenImageTransformer2DModel
+    repeated_block_count = 1
+
+    def get_init_dict(self):
+        return {
+            "patch_size": 2,
+            "in_channels": 16,
+            "out_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 5,
+            "joint_attention_dim": 32,
+            "axes_dims_rope": (4, 6, 6),
+        }
+
+    def get_dummy_inputs(self, batch_size=1):
+        text = 11
+        mask = torch.ones(batch_size, text, dtype=torch.long)
+        mask[0, 3:] = 0  # the second of two ranks has padding alone
+        return {
+            "hidden_states": randn(batch_size, 35, 16, seed=1),
+            "encoder_hidden_states": randn(batch_size, text, 32, seed=2),
+            "encoder_hidden_states_mask": mask,
+            "timestep": torch.tensor([0.5, 0.25])[:batch_size],
+            "img_shapes": [[(1, 5, 7)]] * batch_size,
+        }
+
+
+class QwenImageEditTransformerTesterConfig(QwenImageTransformerTesterConfig):
+    """Qwen-Image-Edit 2511: a reference picture in the same sequence, modulated as if it were clean."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "zero_cond_t": True}
+
+    def get_dummy_inputs(self, batch_size=1):
+        inputs = super().get_dummy_inputs(batch_size)
+        inputs["hidden_states"] = randn(batch_size, 35 + 12, 16, seed=1)
+        inputs["img_shapes"] = [[(1, 5, 7), (1, 3, 4)]] * batch_size
+        return inputs
+
+
+class TestQwenImageTransformerContextParallel(
+    QwenImageTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
+):
+    pass
+
+
+class TestQwenImageEditTransformerContextParallel(
+    QwenImageEditTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
+):
+    pass
