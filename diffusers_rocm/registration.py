@@ -78,8 +78,16 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`: every attribute is again the very object that it was. Sharded models stay sharded."""
+    """Undo `register`: every attribute is again the very object that it was.
+
+    Raises:
+        ValueError: models are parallel still, and could be neither saved nor restored afterwards.
+    """
+    from .models.modeling_utils import parallel_models
+
     with _lock:
+        if _originals and (names := sorted(type(model).__name__ for model in parallel_models())):
+            raise ValueError(f"call disable_parallelism() first: {', '.join(names)} would stay in parts for good")
         while _originals:
             owner, name, original = _originals.pop()
             if original is _ABSENT:

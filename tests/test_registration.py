@@ -9,7 +9,7 @@ import unittest
 
 import diffusers
 import pytest
-from diffusers import ModelMixin
+from diffusers import FluxTransformer2DModel, ModelMixin
 
 import diffusers_rocm
 from diffusers_rocm import _requirements, registration
@@ -17,8 +17,12 @@ from diffusers_rocm import _requirements, registration
 
 def snapshot() -> dict[str, dict[str, int]]:
     """The identity of every attribute of every class that is touched."""
-    classes = {cls for cls, _, _ in registration._touches()}
-    return {cls.__name__: {name: id(value) for name, value in vars(cls).items()} for cls in classes}
+    owners = {id(owner): owner for owner, _, _ in registration._touches()}
+    named = {getattr(owner, "__name__", index): owner for index, owner in enumerate(owners.values())}
+    return {
+        name: {key: id(value) for key, value in (owner if isinstance(owner, dict) else vars(owner)).items()}
+        for name, owner in named.items()
+    }
 
 
 class TestRegistration(unittest.TestCase):
@@ -37,6 +41,14 @@ class TestRegistration(unittest.TestCase):
         assert len(changed) == len(list(registration._touches())) and ("ModelMixin", "enable_parallelism") in changed
         diffusers_rocm.unregister()
         assert snapshot() == bare
+
+    def test_not_while_a_model_is_parallel(self):
+        model = FluxTransformer2DModel(num_layers=1, num_single_layers=1, attention_head_dim=16, in_channels=4)
+        model.enable_parallelism(config=diffusers_rocm.TensorParallelConfig(tp=1))
+        with pytest.raises(ValueError, match=r"call disable_parallelism\(\) first: FluxTransformer2DModel"):
+            diffusers_rocm.unregister()
+        model.disable_parallelism()
+        diffusers_rocm.unregister()
 
     def test_register_is_idempotent(self):
         once = snapshot()

@@ -1,7 +1,9 @@
 """The command line: one module a subcommand, each with `add_parser`, `check` and `run`."""
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Sequence
 
 from .. import __version__
@@ -19,9 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (generate, plan):
         command.add_parser(subparsers).set_defaults(check=command.check, run=command.run)
     args = parser.parse_args(argv)
+    # Ranks inherit it, so that "in all" is from here.
+    os.environ.setdefault("DIFFUSERS_ROCM_STARTED", str(time.time()))
     try:
         request = args.check(args)
     except (ValueError, OSError) as error:
         print(f"diffusers-rocm: {error}", file=sys.stderr)
         return 2
-    return args.run(request, args, sys.argv[1:] if argv is None else list(argv))
+    try:
+        return args.run(request, args, sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        print("diffusers-rocm: stopped by SIGINT", file=sys.stderr)
+        return 130

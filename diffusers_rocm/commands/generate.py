@@ -30,7 +30,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--lora", help="a LoRA's file, folder or Hub id, fused before the model is sharded")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share the denoiser's weights")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--guidance", type=float)
+    parser.add_argument("--guidance", type=float, help="with --negative-prompt: the pipeline's true_cfg_scale")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
@@ -48,7 +48,7 @@ def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
     prompts = list(args.prompt)
     if args.prompts_file is not None:
         try:
-            lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+            lines = args.prompts_file.read_text(encoding="utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             raise ValueError(f"{args.prompts_file} is not UTF-8: {error.reason} at byte {error.start}") from None
         except OSError as error:
@@ -56,6 +56,11 @@ def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
         prompts += [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError("no prompt: give --prompt TEXT or --prompts-file FILE")
+    for index, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise ValueError(f"prompt {index} is empty")
+        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ValueError(f"prompt {index} is not UTF-8: {prompt!r}")
     return tuple(prompts)
 
 
@@ -106,9 +111,11 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     if args.contact_sheet is not None:
         if args.contact_sheet.suffix.lower() != ".png":
             raise ValueError(f"--contact-sheet writes a PNG; {args.contact_sheet} does not end in .png")
+        if args.contact_sheet.is_dir():
+            raise ValueError(f"--contact-sheet {args.contact_sheet} is a folder")
         check_writable(args.contact_sheet.parent)
     options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
-    if Path(args.model) == EMBEDDED_MODEL:
+    if Path(args.model).resolve() == EMBEDDED_MODEL.resolve():
         options = {name: EMBEDDED_DEFAULTS[name] if value is None else value for name, value in options.items()}
     return GenerationRequest(
         model=args.model,

@@ -114,6 +114,25 @@ class _Exchange(torch.autograd.Function):
         return _exchange(grad.contiguous(), ctx.receive, ctx.send, ctx.axis), None, None, None
 
 
+def _broadcast(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    buffer = x.detach().to(axis.device, copy=True, memory_format=torch.contiguous_format)
+    if torch.compiler.is_compiling():
+        buffer = funcol.broadcast(buffer, 0, axis.group)  # counts ranks within the group
+    else:
+        dist.broadcast(buffer, src=axis.first, group=axis.group)
+    return buffer.to(x.device)
+
+
+class _FromFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return _broadcast(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
+
+
 class _ShareGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -167,7 +186,8 @@ def broadcast_from_first(value: Any, axis: Axis) -> Any:
 
     `value` is a tensor, or a list, tuple or dict of them; anything else is returned untouched. Structure, shapes and
     dtypes must agree between the ranks. What counts is the returned value: a tensor that has to move to the axis'
-    device first is received into a buffer there, never into a temporary that is thrown away.
+    device first is received into a buffer there, never into a temporary that is thrown away. Each rank's gradient
+    passes to its own tensor.
 
     Returns:
         The value, each tensor on its own device, equal on all ranks.
@@ -175,9 +195,7 @@ def broadcast_from_first(value: Any, axis: Axis) -> Any:
     if axis.size == 1:
         return value
     if isinstance(value, torch.Tensor):
-        buffer = value.detach().to(axis.device, copy=True, memory_format=torch.contiguous_format)
-        dist.broadcast(buffer, src=axis.first, group=axis.group)
-        return buffer.to(value.device)
+        return _FromFirst.apply(value, axis) if _needs_grad(value) else _broadcast(value, axis)
     if isinstance(value, dict):
         return {key: broadcast_from_first(item, axis) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

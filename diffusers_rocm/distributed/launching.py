@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -66,7 +66,9 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
         with _Forwarder(Path(folder)):
             try:
-                elastic_launch(config, sys.executable)("-m", *module_and_arguments)
+                # A terminal's Ctrl-C reaches the ranks as well; it is for the launcher alone to act on it.
+                deaf = ("-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", *module_and_arguments)
+                elastic_launch(config, "/bin/sh")(*deaf)
                 return 0
             except ChildFailedError as error:
                 failure, code = _root_cause(error, Path(folder)), 1
@@ -95,7 +97,12 @@ def _root_cause(error: ChildFailedError, folder: Path) -> str:
         return f"rank {rank} failed with exit code {failure.exitcode}"
     rank = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns)
     message = json.loads(errors[rank].read_text())["message"]
-    return f"rank {rank} failed: {message['message'] if isinstance(message, dict) else message}"
+    message = message["message"] if isinstance(message, dict) else message
+    ended = [rank for rank, failure in sorted(error.failures.items()) if failure.exitcode == -signal.SIGTERM]
+    if ended and re.search("[Cc]onnection (reset|closed|refused)", message):
+        # Who lost a peer is not the cause. The launcher ends ranks by SIGTERM too, but only after a first failure.
+        return f"rank {ended[0]} was killed by SIGTERM"
+    return f"rank {rank} failed: {message}"
 
 
 class _Forwarder:
@@ -112,7 +119,8 @@ class _Forwarder:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._offsets: dict[Path, int] = {}
         self._unfinished: dict[Path, bytes] = {}
-        self._waiting: list[tuple[float, int, bytes, BinaryIO]] = []
+        self._waiting: list[tuple[float, int, bytes, TextIO | None]] = []
+        self._gone: list[TextIO] = []
         self._seen: set[bytes] = set()
 
     def __enter__(self) -> "_Forwarder":
@@ -128,6 +136,16 @@ class _Forwarder:
         while not self._stop.wait(0.1):
             self._forward()
 
+    def _write(self, target: TextIO | None, data: bytes) -> None:
+        """To a stream that may be closed, or a pipe that nobody reads: the other one must still be served."""
+        if target is None or target in self._gone:
+            return
+        try:
+            target.buffer.write(data)
+            target.buffer.flush()
+        except (OSError, ValueError):
+            self._gone.append(target)
+
     def _forward(self, last: bool = False) -> None:
         for file in sorted(self._folder.glob("**/std*.log"), key=lambda file: int(file.parent.name)):
             with file.open("rb") as stream:
@@ -141,10 +159,9 @@ class _Forwarder:
             self._unfinished[file] = rest
             if rank == 0:
                 self._seen.update(self._NOISE.sub(b"", line) for line in lines)
-                target.buffer.write(text)
-                target.buffer.flush()
+                self._write(target, text)
             else:
-                self._waiting += [(time.monotonic(), rank, line, target.buffer) for line in lines if line.strip()]
+                self._waiting += [(time.monotonic(), rank, line, target) for line in lines if line.strip()]
         due = len(self._waiting)
         if not last:
             due = sum(since + self._PATIENCE < time.monotonic() for since, *_ in self._waiting)
@@ -152,6 +169,5 @@ class _Forwarder:
             key = self._NOISE.sub(b"", line)
             if key not in self._seen:
                 self._seen.add(key)
-                target.write(b"[rank %d] %s\n" % (rank, line))
-                target.flush()
+                self._write(target, b"[rank %d] %s\n" % (rank, line))
         del self._waiting[:due]

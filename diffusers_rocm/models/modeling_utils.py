@@ -1,6 +1,7 @@
 """What `registration.py` puts on diffusers' models: enabling, disabling, saving and loading under our configs."""
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -36,6 +37,14 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
+_ever_parallel: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def parallel_models() -> list[nn.Module]:
+    """The models of this process that are parallel under a config of ours."""
+    return [model for model in _ever_parallel if getattr(model, "parallelism", None) is not None]
+
+
 @dataclass(frozen=True)
 class Parallelism:
     """What a parallel model knows about itself, in its attribute `parallelism`.
@@ -68,6 +77,7 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
     if differ:
         _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
     model.parallelism = Parallelism(config, axis)
+    _ever_parallel.add(model)
     if axis.size > 1:
         shard_modules(placements, axis, from_first=differ)
         if any(placement.style == "modulation" for placement in placements):
@@ -94,6 +104,7 @@ def enable_context_parallelism(
             check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
     hooks = split_sequences(model, split)
     model.parallelism = Parallelism(config, axis, hooks)
+    _ever_parallel.add(model)
     if _weights_differ(model, axis):
         _broadcast_unsharded(model, set(), axis)
 
@@ -166,8 +177,8 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         """
         if getattr(self, "parallelism", None) is None:
             raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
-        for hook in self.parallelism.hooks:
-            hook.remove()
+        while self.parallelism.hooks:
+            self.parallelism.hooks.pop().remove()
         unshard_modules(self)
         del self.parallelism
 

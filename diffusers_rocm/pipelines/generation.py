@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import platform
 import random
 import re
@@ -106,7 +107,7 @@ class StepTimer:
         self._device, self._last, self.steps = device, 0.0, []
 
     def start(self) -> None:
-        self.steps, self._last = [], self._now()
+        self._last = self._now()
 
     def __call__(self, pipe, step, timestep, callback_kwargs: dict) -> dict:
         now = self._now()
@@ -145,7 +146,7 @@ def generate(request: GenerationRequest) -> list[Path]:
     Returns:
         The pictures' files, on rank 0; on the others an empty list.
     """
-    started = time.perf_counter()
+    started, begun = time.perf_counter(), float(os.environ.get("DIFFUSERS_ROCM_STARTED", time.time()))
     device = init(request.device)
     first = not dist.is_initialized() or dist.get_rank() == 0
     if not first:
@@ -163,6 +164,7 @@ def generate(request: GenerationRequest) -> list[Path]:
     for index, prompt in enumerate(request.prompts):
         # Drawn on the CPU: the same numbers on every rank, device and world size.
         generator = torch.Generator().manual_seed(seed)
+        done = len(timer.steps)
         timer.start()
         result = pipe(
             prompt,
@@ -185,10 +187,12 @@ def generate(request: GenerationRequest) -> list[Path]:
                 "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
                 "device": device.type,
                 "pipeline": type(pipe).__name__,
+                "height": image.height,
+                "width": image.width,
                 "arguments": arguments,
             },
             "mesh": {"tp": axis.size},
-            "step_seconds": [round(step, 5) for step in timer.steps],
+            "step_seconds": [round(step, 5) for step in timer.steps[done:]],
             "load_seconds": round(loaded, 3),
             "peak_memory_bytes": peaks,
             "versions": versions(),
@@ -204,6 +208,6 @@ def generate(request: GenerationRequest) -> list[Path]:
         median = statistics.median(timer.steps) * 1000 if timer.steps else 0.0
         print(
             f"{len(files)} picture(s) in {request.out}/, tp={axis.size} on {device.type}: loaded in {loaded:.1f} s, "
-            f"{median:.1f} ms a step, {time.perf_counter() - started:.1f} s in all"
+            f"{median:.1f} ms a step, {time.time() - begun:.1f} s in all"
         )
     return files

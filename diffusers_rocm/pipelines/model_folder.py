@@ -1,8 +1,10 @@
 """What a pipeline's folder says of itself, read without loading any of it."""
 
+import inspect
 import json
 from pathlib import Path
 
+import diffusers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -24,7 +26,9 @@ class ModelFolder:
         index = self._json("model_index.json")
         if not isinstance(index, dict):
             raise ValueError(f"{model}: its model_index.json is not that of a pipeline")
-        name = next((name for name in ("transformer", "unet") if index.get(name, [None])[0]), None)
+        entries = {name: index.get(name) for name in ("transformer", "unet")}
+        named = (name for name, entry in entries.items() if isinstance(entry, list) and len(entry) == 2 and entry[1])
+        name = next(named, None)
         if name is None:
             raise ValueError(f"{model}: its model_index.json names no transformer")
         self.denoiser_class: str = index[name][1]
@@ -50,7 +54,8 @@ class ModelFolder:
 
     def check_degree(self, tp: int) -> None:
         """Raises ValueError where the denoiser has fewer heads than ranks."""
-        config = self.denoiser_config()
+        defaults = inspect.signature(getattr(diffusers, self.denoiser_class).__init__).parameters
+        config = {name: each.default for name, each in defaults.items()} | self.denoiser_config()
         for name, count in TENSOR_PARALLEL_PLANS[self.denoiser_class].head_counts(config).items():
             if tp > count:
                 raise ValueError(

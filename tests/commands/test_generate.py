@@ -10,17 +10,20 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from diffusers import FluxPipeline
 from parameterized import parameterized
 from PIL import Image
 
 from diffusers_rocm import commands
+from diffusers_rocm.commands import generate as generate_command
 from diffusers_rocm.pipelines.generation import file_stem
-from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 
 
 RED_CIRCLE = "a red circle on a blue background"
@@ -138,6 +141,33 @@ class TestGenerate(unittest.TestCase):
         )
         assert "SIGTERM" not in result.stderr
 
+    def test_a_config_that_leaves_things_out_means_the_defaults(self):
+        model = self.folder / "model"
+        shutil.copytree(EMBEDDED_MODEL, model)
+        config = model / "transformer" / "config.json"
+        config.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+        with pytest.raises(ValueError, match="--tp 25 exceeds the 24 attention heads"):
+            ModelFolder(str(model)).check_degree(25)
+
+    def test_prompt_files(self):
+        file = self.folder / "prompts.txt"
+        file.write_bytes("\ufeffa red circle\r\n\r\na green\u0085star\n".encode())
+        args = SimpleNamespace(prompt=[], prompts_file=file)
+        assert generate_command.read_prompts(args) == ("a red circle", "a green\u0085star")
+
+    def test_the_record_says_what_was_made(self):
+        assert (
+            commands.main(
+                ["generate", "--prompt", RED_CIRCLE, "--seed", "0", "--steps", "2", "--height", "100", "--width", "72"]
+                + ["--model", os.path.relpath(EMBEDDED_MODEL), "--out", str(self.folder)]
+            )
+            == 0
+        )
+        (file,) = self.folder.glob("*.json")
+        config, image = json.loads(file.read_text())["config"], Image.open(file.with_suffix(".png"))
+        assert (config["width"], config["height"]) == image.size == (72, 96)
+        assert config["max_sequence_length"] == 16  # the embedded model's, by whatever path
+
     def test_file_names(self):
         assert file_stem(3, "A red/circle: «grün» ../../etc", 5) == "003-a-red-circle-grün-etc-seed5"
         assert file_stem(0, "///", 1) == "000-prompt-seed1"
@@ -158,6 +188,11 @@ class TestBadInput(unittest.TestCase):
         (self.folder / "sd3" / "model_index.json").write_text(json.dumps(index))
         (self.folder / "list").mkdir()
         (self.folder / "list" / "model_index.json").write_text("[]")
+        (self.folder / "null").mkdir()
+        (self.folder / "null" / "model_index.json").write_text('{"transformer": null}')
+        (self.folder / "short").mkdir()
+        (self.folder / "short" / "model_index.json").write_text('{"transformer": []}')
+        (self.folder / "sheet.png").mkdir()
         (self.folder / "broken").mkdir()
         (self.folder / "broken" / "model_index.json").write_text("{")
 
@@ -206,6 +241,11 @@ class TestBadInput(unittest.TestCase):
             ("negative seed", ["--prompt", "x", "--seed", "-1"], "--seed must be from 0"),
             ("no number", ["--prompt", "x", "--guidance", "nan"], "--guidance must be a finite number"),
             ("index is a list", ["--prompt", "x", "--model", "{folder}/list"], "not that of a pipeline"),
+            ("transformer is null", ["--prompt", "x", "--model", "{folder}/null"], "names no transformer"),
+            ("transformer is empty", ["--prompt", "x", "--model", "{folder}/short"], "names no transformer"),
+            ("empty prompt", ["--prompt", " "], "prompt 0 is empty"),
+            ("prompt of bytes", ["--prompt", "a \udcff star"], "prompt 0 is not UTF-8"),
+            ("sheet is a folder", ["--prompt", "x", "--contact-sheet", "{folder}/sheet.png"], "sheet.png is a folder"),
             ("port", ["--prompt", "x", "--port", "99999"], "99999 is not a port"),
         ]
     )

@@ -15,12 +15,14 @@ from parameterized import parameterized
 from diffusers_rocm.distributed.launching import check_port
 
 
-def start(what: str, world: int = 2) -> subprocess.Popen:
+def start(what: str, world: int = 2, **options) -> subprocess.Popen:
     code = (
         "import sys; from diffusers_rocm.distributed.launching import launch; "
         f"sys.exit(launch({world}, ['tests.distributed.rank_that', {what!r}]))"
     )
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 def alive(pid: int) -> bool:
@@ -80,6 +82,14 @@ class TestLaunch(unittest.TestCase):
         _, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number, err
         assert err.strip().splitlines()[-1] == f"diffusers-rocm: stopped by {number.name}", err
+        assert not any(alive(pid) for pid in started)
+
+    def test_ctrl_c_in_a_terminal_reaches_the_ranks_too(self):
+        process = start("hangs", start_new_session=True)
+        started = pids("".join(process.stdout.readline() for _ in range(2)))
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130 and err.strip() == "diffusers-rocm: stopped by SIGINT", err
         assert not any(alive(pid) for pid in started)
 
     def test_a_port_in_use(self):

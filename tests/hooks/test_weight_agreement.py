@@ -40,6 +40,20 @@ class TestWeightAgreement(unittest.TestCase):
         assert fingerprint(tensor[0, 1:6]) == fingerprint(tensor[0, 1:6].clone())  # not aligned to words
         fingerprint(tensor[0, 0]), fingerprint(tensor[:0])
 
+    @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
+    def test_fingerprint_sees_the_order_within_a_run(self, dtype):
+        tensor = torch.randn(3072, 64, generator=torch.Generator().manual_seed(0)).to(dtype)  # x_embedder of FLUX.1
+        same = fingerprint(tensor)
+        swapped = tensor.clone()
+        swapped[[0, 1]] = swapped[[1, 0]]
+        assert same != fingerprint(swapped)
+        assert same != fingerprint(tensor.view(-1, 32, 64).flip(1).reshape(tensor.shape))
+        words = tensor.view(torch.int64).flatten()
+        for first, second in ((0, 5), (3, 1024 + 7), (7, 3 * 1024 + 3)):  # also across runs, by mirrored places
+            other = words.clone()
+            other[[first, second]] = other[[second, first]]
+            assert same != fingerprint(other.view(dtype).view(tensor.shape)), (first, second)
+
     @parameterized.expand([("nowhere", None), ("one bit", "0.weight"), ("buffer", "1.running_mean")])
     def test_first_difference(self, where, name):
         assert run_ranks(3, difference_worker, where) == [name] * 3

@@ -57,8 +57,8 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
     Raises:
         ValueError: the class has no plan, the degree cannot be had, or the model is sharded already.
     """
-    if tp < 1:
-        raise ValueError(f"tp must be at least 1; got {tp}")
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise ValueError(f"tp must be a whole number of ranks, at least 1; got {tp!r}")
     if next(sharded_modules(model), None) is not None:
         raise ValueError(f"this {type(model).__name__} is sharded already; verify the whole model")
     plan = get_tensor_parallel_plan(model)

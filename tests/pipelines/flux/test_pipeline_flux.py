@@ -3,6 +3,7 @@
 This sees what no tensor comparison with random weights does: pure noise, drawn without a crash.
 """
 
+import copy
 import sys
 import unittest
 from pathlib import Path
@@ -17,9 +18,12 @@ from parameterized import parameterized
 
 from diffusers_rocm import TensorParallelConfig, parallelize
 from diffusers_rocm.distributed.sharding import Block, Shard
+from diffusers_rocm.hooks.rank_guard import SynchronisedInputs
+from diffusers_rocm.models.plans import get_tensor_parallel_plan
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ...models.testing_utils.parallelism import BF16_RATIO
+from ...models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks, slow
 
 
@@ -64,26 +68,88 @@ def naive_worker(tp: int, prompts: list[str]) -> int:
     return sum(matches(image, prompt) for image, prompt in zip(draw(pipe, prompts), prompts, strict=True))
 
 
-def perturbed_worker(tp: int, what: str) -> tuple[bool, bool, bool]:
-    """The ranks are fed different things. Are the latents in the end those of the first rank, everywhere?
-
-    And does disabling leave nothing behind: no hook, no wrapped scheduler?
-    """
+def perturbed_worker(tp: int, what: str) -> dict:
+    """The ranks are fed different things. Error, on every rank, against what the first rank alone would have made."""
     pipe, rank = load(), dist.get_rank()
+    prompts = [RED_CIRCLE, "a green star on a white background"]
+
+    def latents(rank: int) -> torch.Tensor:
+        prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
+        generator = torch.Generator().manual_seed(rank if what == "latents" else 0)
+        return pipe(prompt, generator=generator, output_type="latent", **CALL).images
+
+    wanted = latents(0)
     if what == "schedule":
         pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, "shift": 2.0 + rank})
+    scheduler_class = type(pipe.scheduler)
     parallelize(pipe, TensorParallelConfig(tp=tp))
-    prompts = [RED_CIRCLE, "a green star on a white background"]
-    prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
-    generator = torch.Generator().manual_seed(rank if what == "latents" else 0)
-    latents = pipe(prompt, generator=generator, output_type="latent", **CALL).images
-    first = latents.clone()
-    dist.broadcast(first, src=0)
+    guarded = latents(rank)
+    first_input = pipe.transformer.parallelism.hooks[-2]
+    assert isinstance(first_input, SynchronisedInputs)
+    first_input.remove()
+    unguarded = latents(rank)
 
     pipe.transformer.disable_parallelism()
-    clean = not pipe.transformer._forward_pre_hooks and "step" not in vars(pipe.scheduler)
+    clean = not pipe.transformer._forward_pre_hooks and type(pipe.scheduler) is scheduler_class
     (image,) = draw(pipe, [RED_CIRCLE]) if rank == 0 else [None]  # on one rank alone: nothing may wait for the others
-    return torch.equal(first, latents), clean, image is None or matches(image, RED_CIRCLE)
+    return {
+        "error": relative_l2(guarded, wanted),
+        "unguarded": relative_l2(unguarded, wanted),
+        "clean": clean and "synchronised" not in vars(pipe.scheduler),
+        "right": image is None or matches(image, RED_CIRCLE),
+    }
+
+
+def two_pipelines_worker(tp: int) -> list[bool]:
+    """Two pipelines with one scheduler, and a copy of that scheduler."""
+    one, two = load(), load()
+    two.scheduler = one.scheduler
+    plain = type(one.scheduler)
+    for pipe in (one, two):
+        parallelize(pipe, TensorParallelConfig(tp=tp))
+    copied = copy.deepcopy(one.scheduler)
+    copied.set_timesteps(4)
+    before = len(one.scheduler.timesteps)
+    one.transformer.disable_parallelism()
+    still = type(two.scheduler) is not plain
+    two(RED_CIRCLE, output_type="latent", **CALL)
+    two.transformer.disable_parallelism()
+    return [len(copied.timesteps) == 4, before != 4, still, type(one.scheduler) is plain]
+
+
+def half_planned_worker(tp: int) -> tuple[str, bool]:
+    pipe = load()
+    pipe.transformer_2 = torch.nn.Linear(1, 1)
+    pipe.transformer_2.enable_parallelism = lambda config: get_tensor_parallel_plan(pipe.transformer_2)
+    with pytest.raises(ValueError) as caught:
+        parallelize(pipe, TensorParallelConfig(tp=tp))
+    return str(caught.value), hasattr(pipe.transformer, "parallelism")
+
+
+def gradient_and_compile_worker(tp: int) -> tuple[float, float]:
+    """Through the input guard: the error of a gradient, and of a forward compiled as a whole without a break."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    x = inputs["hidden_states"].requires_grad_()
+    reference = config.get_output(model, inputs)
+    (wanted,) = torch.autograd.grad(reference.square().sum(), x)
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    model.parallelism.hooks.append(SynchronisedInputs(model, model.parallelism.axis))
+    (got,) = torch.autograd.grad(config.get_output(model, inputs).square().sum(), x)
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    if dist.get_rank() > 0:
+        inputs["pooled_projections"] = inputs["pooled_projections"] + 1
+    with torch.no_grad():
+        return relative_l2(got, wanted), relative_l2(config.get_output(model, inputs), reference)
+
+
+def shapes_worker(tp: int) -> str:
+    pipe = load()
+    parallelize(pipe, TensorParallelConfig(tp=tp))
+    with pytest.raises(ValueError) as caught:
+        pipe([RED_CIRCLE] * (1 + dist.get_rank()), **CALL)
+    return str(caught.value)
 
 
 def steps_worker(tp: int) -> str:
@@ -148,7 +214,26 @@ class TestEmbeddedFlux(unittest.TestCase):
 
     @parameterized.expand([("latents",), ("prompt",), ("schedule",)])
     def test_inputs_of_one_rank_perturbed(self, what):
-        assert run_ranks(3, perturbed_worker, 3, what) == [(True, True, True)] * 3
+        results = run_ranks(3, perturbed_worker, 3, what)
+        for result in results:
+            assert result["error"] <= 1e-5 and result["clean"] and result["right"], results
+        if what != "schedule":  # the scheduler's own guard is still there
+            assert max(result["unguarded"] for result in results) > 1e-3, results
+
+    def test_pipelines_that_share_a_scheduler(self):
+        assert run_ranks(2, two_pipelines_worker, 2) == [[True] * 4] * 2
+
+    def test_a_pipeline_that_cannot_be_parallel_stays_as_it_was(self):
+        for message, changed in run_ranks(2, half_planned_worker, 2):
+            assert "Linear has no tensor-parallel plan" in message and not changed
+
+    def test_gradients_and_compilation_through_the_guard(self):
+        for gradient, compiled in run_ranks(2, gradient_and_compile_worker, 2):
+            assert gradient <= 1e-5 and compiled <= 1e-5, (gradient, compiled)
+
+    def test_different_numbers_of_prompts(self):
+        for message in run_ranks(2, shapes_worker, 2):
+            assert "the ranks feed FluxTransformer2DModel inputs of different shapes" in message, message
 
     def test_different_numbers_of_steps(self):
         for message in run_ranks(2, steps_worker, 2):
