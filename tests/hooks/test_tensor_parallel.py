@@ -45,7 +45,8 @@ class Toy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        x = x + self.out(self.norm_q(q) * torch.tanh(k) + v)
+        # Small enough that the norm's eps shows.
+        x = x + self.out(self.norm_q(1e-3 * q) * torch.tanh(k) + v)
         gate, up = self.up(x).chunk(2, dim=-1)
         return self.last(x + self.down(F.silu(gate) * up))
 
@@ -93,6 +94,15 @@ def toy_worker(norm: str, dtype: torch.dtype) -> dict:
     return {"errors": errors, "honest": honest, "biases": biases, "restored": restored, "classes": str(model)}
 
 
+def head_norm_worker(eps: float) -> float:
+    model = nn.ModuleDict({"norm": nn.RMSNorm(DIM, eps=eps)})
+    model.config = Toy.config
+    x = 1e-3 * torch.randn(2, 3, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    reference = model.norm(x)
+    shard_modules(resolve(model, TensorParallelPlan({"norm": "head_norm"}), world_axis().size), world_axis())
+    return relative_l2(model.norm(x), reference)
+
+
 def norm_in_half_worker(dtype: torch.dtype) -> tuple[float, float]:
     """Errors of q's norm in half precision with large values, over this rank's heads: single, and sharded."""
     torch.manual_seed(0)
@@ -125,6 +135,10 @@ class TestStyles(unittest.TestCase):
     def test_norm_across_heads_sums_squares_in_float32(self, dtype):
         for single, sharded in run_ranks(3, norm_in_half_worker, dtype):
             assert 0 < sharded <= 1.25 * single < 0.01, (sharded, single)
+
+    @parameterized.expand([(1e-5,), (1e-6,), (0.3,)])
+    def test_norm_within_a_head_keeps_its_eps(self, eps):
+        assert max(run_ranks(2, head_norm_worker, eps)) < 1e-6
 
     def test_plan_that_does_not_add_up(self):
         for layout, part in (("column:heads", "60"), ("column:heads+kv", "kv"), ("column:heads+heads", "40")):

@@ -2,6 +2,7 @@ import contextlib
 import copy
 import functools
 import unittest
+from unittest import mock
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -10,6 +11,8 @@ from parameterized import parameterized
 import diffusers_rocm
 from diffusers_rocm import TensorParallelConfig
 from diffusers_rocm.distributed.sharding import Block, Shard
+from diffusers_rocm.hooks import tensor_parallel_layers
+from diffusers_rocm.hooks.modulation import StepModulation
 
 from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
@@ -211,6 +214,26 @@ def ip_adapter_worker(tp: int, when: str) -> tuple[float, float, bool]:
 
 
 @torch.no_grad()
+def ip_adapter_backend_worker(tp: int) -> list[str]:
+    """The attention backends that a forward with an image prompt asks the dispatch for, from our processor."""
+    config, asked = FluxTransformerTesterConfig(), []
+    model = config.get_model()
+    model._load_ip_adapter_weights([ip_adapter_state_dict(model, 10)])
+    model.set_attention_backend("_native_math")
+    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    original = tensor_parallel_layers.dispatch_attention_fn
+
+    def dispatch(*args, backend=None, **kwargs):
+        asked.append(str(backend and getattr(backend, "value", backend)))
+        return original(*args, backend=backend, **kwargs)
+
+    embeds = {"ip_adapter_image_embeds": [randn(1, 1, 10, seed=30)]}
+    with mock.patch.object(tensor_parallel_layers, "dispatch_attention_fn", dispatch):
+        config.get_output(model, {**config.get_dummy_inputs(1), "joint_attention_kwargs": embeds})
+    return asked
+
+
+@torch.no_grad()
 def no_blocks_worker(tp: int, **changes) -> float:
     config = FluxTransformerTesterConfig()
     init = {**config.get_init_dict(), **changes}
@@ -235,8 +258,10 @@ def stale_modulation_worker(tp: int) -> dict[str, float]:
     def doubled(module, args, output):
         return 2 * output
 
+    changed = {**inputs, "timestep": inputs["timestep"] * 0.1}
     with torch.no_grad():
         plain, modulation = config.get_output(model, inputs), block.norm1(x, emb=other)[0]
+        plain_changed = config.get_output(model, changed)
         handle = model.time_text_embed.register_forward_hook(doubled)
         hooked = config.get_output(model, inputs)
         handle.remove()
@@ -245,13 +270,30 @@ def stale_modulation_worker(tp: int) -> dict[str, float]:
     def interrupt(module, args):
         raise Interrupt
 
+    def fail(module, args):
+        raise RuntimeError
+
     errors, handle = {}, single.register_forward_pre_hook(interrupt)
     with torch.no_grad(), contextlib.suppress(Interrupt):
         config.get_output(model, inputs)
     handle.remove()
-    changed = {**inputs, "timestep": inputs["timestep"] * 0.1}
-    config.get_output(model, changed)  # with gradients: nothing is computed beforehand
-    errors["after an interrupt"] = relative_l2(config.get_output(model, inputs).detach(), plain)
+    # With gradients nothing is computed beforehand.
+    errors["after an interrupt"] = relative_l2(config.get_output(model, changed).detach(), plain_changed)
+    errors["without gradients"] = relative_l2(config.get_output(model, inputs).detach(), plain)
+    handle = single.register_forward_pre_hook(fail)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        config.get_output(model, inputs)
+    handle.remove()
+    with torch.no_grad():
+        errors["a block by itself after an error"] = relative_l2(block.norm1(x, emb=other)[0], modulation)
+    # Weights that offloading keeps elsewhere: each Linear computes its own when it is there.
+    step = next(hook for hook in model.parallelism.hooks if isinstance(hook, StepModulation))
+    with torch.no_grad():
+        step._in_forward = True
+        step._compute(model.time_text_embed, (), torch.empty(1, 128, device="meta"))
+        step._in_forward = False
+    assert all(linear.ready is None for linear in step._linears)
+    assert not any("modulation_order" in name for name in model.state_dict())
     with torch.no_grad():
         model.time_text_embed(inputs["timestep"] * 1000, inputs["guidance"] * 1000, inputs["pooled_projections"])
         errors["a block by itself"] = relative_l2(block.norm1(x, emb=other)[0], modulation)
@@ -260,6 +302,7 @@ def stale_modulation_worker(tp: int) -> dict[str, float]:
         handle.remove()
         copied = copy.deepcopy(model)
         model.disable_parallelism()
+        assert "modulation_order" not in "".join(name for name, _ in model.named_buffers())
         errors["a copy"] = relative_l2(config.get_output(copied, inputs), plain)
     return errors
 
@@ -270,10 +313,13 @@ def requires_grad_worker(tp: int) -> bool:
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 == 0)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    changed = "transformer_blocks.0.attn.to_q.weight"
     with torch.inference_mode():
         model.enable_parallelism(config=TensorParallelConfig(tp=tp))
     config = FluxTransformerTesterConfig()
     config.get_output(model, config.get_dummy_inputs(1)).sum().backward()
+    model.get_parameter(changed).requires_grad_(not before[changed])
+    before[changed] = not before[changed]
     model.disable_parallelism()
     return before == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
 
@@ -313,6 +359,10 @@ class TestFluxTransformerTensorParallelCases(unittest.TestCase):
             assert error <= FLOAT32_BAR, error
             assert restored
 
+    def test_ip_adapter_keeps_the_attention_backend(self):
+        for asked in run_ranks(2, ip_adapter_backend_worker, 2):
+            assert asked == ["_native_math"] * 2, asked
+
     @parameterized.expand([({"num_single_layers": 0},), ({"num_layers": 0},)])
     def test_without_blocks_of_one_kind(self, changes):
         for error in run_ranks(2, functools.partial(no_blocks_worker, **changes), 2):
@@ -320,7 +370,7 @@ class TestFluxTransformerTensorParallelCases(unittest.TestCase):
 
     def test_modulation_is_never_stale(self):
         for errors in run_ranks(2, stale_modulation_worker, 2):
-            assert len(errors) == 4 and max(errors.values()) <= FLOAT32_BAR, errors
+            assert len(errors) == 6 and max(errors.values()) <= FLOAT32_BAR, errors
 
     def test_requires_grad_and_inference_mode(self):
         assert all(run_ranks(3, requires_grad_worker, 3))
