@@ -3,8 +3,10 @@
     torchrun --nproc_per_node=4 utils/bench_flux.py single tp diffusers-tp single+c tp+c diffusers-tp+c
 
 A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the whole step as a CUDA graph. NAME is `single`
-(one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step) or
-`diffusers-tp` (DTensor, diffusers 0.40 or later). The speed-up of a mode is over the `single` of the same flags, so
+(one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step),
+`diffusers-tp` (DTensor, diffusers 0.40 or later), or context parallelism: `ring4`, `ulysses4`, `ring2ulysses2`, with
+`-allgather` after it for the other way round the ring, and `diffusers-` before it for diffusers' own. `@BACKEND` at
+the end of a name sets diffusers' attention backend. The speed-up of a mode is over the `single` of the same flags, so
 name that first; the error is against the same weights and inputs in float32. `--resolution`, `--double`, `--single`,
 `--dtype` and `--width` change the shape, so that the script can be tried on a CPU. One forward is one step.
 """
@@ -15,6 +17,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import time
 from pathlib import Path
@@ -68,6 +71,9 @@ def inputs(args: argparse.Namespace, device: torch.device) -> dict:
     }
 
 
+CONTEXT = re.compile(r"(diffusers-)?(?:ring(\d+))?(?:ulysses(\d+))?(-allgather)?")
+
+
 def enable(name: str, model: FluxTransformer2DModel) -> None:
     if name in ("tp", "tp-gather-each"):
         model.enable_parallelism(config=diffusers_rocm.TensorParallelConfig(tp=dist.get_world_size()))
@@ -76,7 +82,17 @@ def enable(name: str, model: FluxTransformer2DModel) -> None:
     elif name == "diffusers-tp":
         model.enable_parallelism(config=diffusers.TensorParallelConfig(tp_degree=dist.get_world_size()))
     elif name != "single":
-        raise ValueError(f"unknown mode {name!r}")
+        found = CONTEXT.fullmatch(name)
+        if found is None:
+            raise ValueError(f"unknown mode {name!r}")
+        theirs, ring, ulysses, gathered = found.groups()
+        degrees = {"ring_degree": int(ring or 1), "ulysses_degree": int(ulysses or 1)}
+        if theirs:
+            config = diffusers.ContextParallelConfig(**degrees)
+        else:
+            method = "allgather" if gathered else "p2p"
+            config = diffusers_rocm.ContextParallelConfig(**degrees, rotate_method=method)
+        model.enable_parallelism(config=config)
 
 
 def free(device: torch.device) -> None:
@@ -141,10 +157,13 @@ def float32_reference(args: argparse.Namespace, device: torch.device) -> torch.T
 def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[dict, torch.Tensor]:
     name, *flags = mode.split("+")
     model, kwargs, clock = build(args, device), inputs(args, device), Clock(device)
+    name, _, backend = name.partition("@")
+    if backend:
+        model.set_attention_backend(backend)
     enable(name, model)
     free(device)
     if "c" in flags:
-        model.compile_repeated_blocks(fullgraph=name != "diffusers-tp")
+        model.compile_repeated_blocks(fullgraph=not name.startswith("diffusers-"))
 
     def step():
         return model(**kwargs)[0]
@@ -206,7 +225,7 @@ def main() -> None:
         rows.append(row)
         if rank == 0:
             print(
-                f"{mode:20s} {row['ms']:8.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})  "
+                f"{mode:34s} {row['ms']:8.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})  "
                 f"{row['speedup']:5.2f}x  peak {max(row['peak_gib']):6.2f} GiB a rank  "
                 f"error against float32 {row['error']:.2e}  [{time.time() - started:.0f} s]",
                 flush=True,
