@@ -4,6 +4,7 @@ Eager code calls `torch.distributed` in place: no wrapper tensor, no extra copy.
 collectives are called, which the compiler traces and schedules without a graph break.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,6 +59,31 @@ def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], 
     received = x.new_empty(sum(receive))
     dist.all_to_all_single(received, x, list(receive), list(send), group=axis.group)
     return received
+
+
+def pass_on(x: torch.Tensor, incoming: int, axis: Axis) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` [n], contiguous, to the next rank and to receive [incoming] from the previous one.
+
+    An all-to-all in which every rank has one receiver: point-to-point messages that the compiler can trace as well.
+
+    Returns:
+        A function that waits, and answers what came.
+    """
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[(axis.rank + 1) % axis.size], receive[(axis.rank - 1) % axis.size] = x.numel(), incoming
+    if torch.compiler.is_compiling():
+        started = torch.ops._c10d_functional.all_to_all_single(x, receive, send, axis.group.group_name)
+        return lambda: torch.ops._c10d_functional.wait_tensor(started)
+    received = x.new_empty(incoming)
+    work = dist.all_to_all_single(received, x, receive, send, group=axis.group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        nonlocal work
+        work.wait()
+        work = None  # it would keep what was sent
+        return received
+
+    return wait
 
 
 class _Copy(torch.autograd.Function):

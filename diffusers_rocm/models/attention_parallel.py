@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather, copy_to_axis, exchange, gather_from_axis
+from ..distributed.collectives import all_gather, copy_to_axis, exchange, gather_from_axis, pass_on
 from ..distributed.sharding import Block
-from .attention_dispatch import KERNELS, Kernel
+from .attention_dispatch import Kernel
 
 
 # Chooses a kernel for `q` [B, S, H, D] and a mask, and for whether the log-sum-exp is needed.
@@ -128,10 +127,7 @@ def attention(
             k, v = _gather_keys(k, v, lengths, layout.ring)
             out, _ = choose(q, mask, False)(q, k, v, mask, scale)
         else:
-            kernel = choose(q, mask, True)
-            # The compiler takes the exchange for one opaque operation: what overlaps in it is decided here.
-            ring = torch.ops.diffusers_rocm.ring_attention if torch.compiler.is_compiling() else _ring_attention
-            out = ring(q, k, v, mask, scale, kernel.name, lengths, layout.ring.rank, layout.ring.group.group_name)
+            out = _ring_attention(q, k, v, mask, scale, choose(q, mask, True), lengths, layout.ring)
     return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
 
 
@@ -158,22 +154,24 @@ def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Ten
             f"Ulysses over {axis.size} ranks needs as many heads, and this attention has {heads}; use "
             f"ulysses_degree <= {heads} and a ring for the rest"
         )
-    parts, counts = [], []
-    for rank in range(axis.size):
-        start, stop = Block(heads, 1).bounds(rank, axis.size)
-        low, high = _key_heads(heads, key_heads, rank, axis.size)
-        parts.append(_tokens_first(q[:, :, start:stop], k[:, :, low:high], v[:, :, low:high]).flatten())
-        counts.append(stop - start + 2 * (high - low))
+    bounds = [Block(heads, 1).bounds(rank, axis.size) for rank in range(axis.size)]
+    key_bounds = [_key_heads(heads, key_heads, rank, axis.size) for rank in range(axis.size)]
+    counts = [b - a + 2 * (d - c) for (a, b), (c, d) in zip(bounds, key_bounds, strict=True)]
     lengths, count = layout.group_lengths(layout.ring.rank), counts[axis.rank]
+    if heads % axis.size == 0 and key_heads % axis.size == 0:  # one copy, not one for each rank
+        parts = [x.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4) for x in (q, k, v)]
+        message = torch.cat(parts, dim=3).flatten()
+    else:
+        cut = [(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]) for (a, b), (c, d) in zip(bounds, key_bounds, strict=True)]
+        message = torch.cat([_tokens_first(*part).flatten() for part in cut])
     received = exchange(
-        torch.cat(parts),
+        message,
         tuple(length * batch * each * size for each in counts),
         tuple(each * batch * count * size for each in lengths),
         axis,
     )
     received = received.view(sum(lengths), batch, count, size).transpose(0, 1)
-    start, stop = Block(heads, 1).bounds(axis.rank, axis.size)
-    low, high = _key_heads(heads, key_heads, axis.rank, axis.size)
+    (start, stop), (low, high) = bounds[axis.rank], key_bounds[axis.rank]
     q, k, v = received.split([stop - start, high - low, high - low], dim=2)
     if key_heads != heads:
         group = heads // key_heads
@@ -204,18 +202,17 @@ def _gather_keys(k: Tensor, v: Tensor, lengths: tuple[int, ...], axis: Axis) -> 
     return gathered.transpose(0, 1).chunk(2, dim=2)
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Tensor:
-    """Add attention over more keys to `out`, in place; returns the new log-sum-exp.
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys, from attention over each: `(out, lse)`.
+
+    The weight of the part is its share of the softmax' denominator, `sigmoid(part_lse - lse)`.
 
     Args:
-        out: [B, S, H, D] in the dtype to accumulate in; part: [B, S, H, D].
-        lse, part_lse: [B, S, H]; -inf where there was no key yet, or none in the part.
+        out: [B, S, H, D] in the dtype to accumulate in, overwritten; part: [B, S, H, D].
+        lse, part_lse: [B, S, H]; -inf where there was no key.
     """
-    total = torch.logaddexp(lse, part_lse)
-    reference = total.masked_fill(total == -torch.inf, 0)
-    out.mul_(torch.exp(lse - reference)[..., None])
-    out.addcmul_(part.to(out.dtype), torch.exp(part_lse - reference)[..., None])
-    return total
+    share = torch.sigmoid(part_lse - lse).nan_to_num(0)  # neither has a key
+    return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
 
 
 def _ring_attention(
@@ -224,77 +221,36 @@ def _ring_attention(
     v: Tensor,
     mask: Tensor | None,
     scale: float | None,
-    kernel: str,
-    lengths: list[int],
-    rank: int,
-    group: str,
+    kernel: Kernel,
+    lengths: tuple[int, ...],
+    axis: Axis,
 ) -> Tensor:
     """Each rank passes keys and values on to the next while it computes with those that it has.
 
-    They travel as one message [S, B, 2 H, D], in two buffers that take turns; the last hop is not made.
+    They travel as one message [S, B, 2 H, D]; a rank has the one that it computes with and the one that comes. The
+    last hop is not made.
 
     Args:
         q: [B, Sq, H, D]; k, v: [B, lengths[rank], H, D].
         mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
-        kernel: its name.
         lengths: keys of every rank.
-        group: name of the process group.
     """
-    world, (batch, _, heads, size) = len(lengths), k.shape
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    buffers = [k.new_empty(max(lengths) * batch * 2 * heads * size) for _ in range(2)]
-
-    def message(hop: int) -> Tensor:
-        length = lengths[(rank - hop) % world]
-        return buffers[hop % 2][: length * batch * 2 * heads * size].view(length, batch, 2 * heads, size)
-
-    own = message(0)
-    own[:, :, :heads].copy_(k.transpose(0, 1))
-    own[:, :, heads:].copy_(v.transpose(0, 1))
-    out = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    lse = None
-    for hop in range(world):
-        pending = []
-        if hop < world - 1:
-            pending = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, message(hop), group=process_group, group_peer=(rank + 1) % world),
-                    dist.P2POp(dist.irecv, message(hop + 1), group=process_group, group_peer=(rank - 1) % world),
-                ]
-            )
-        owner = (rank - hop) % world
-        keys, values = message(hop).transpose(0, 1).chunk(2, dim=2)
-        if mask is not None:
-            columns = mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
-        part, part_lse = KERNELS[kernel](q, keys, values, None if mask is None else columns, scale)
-        if lse is None:
-            out.copy_(part)
-            lse = part_lse
+    message, out, lse = _tokens_first(k, v), None, None
+    for hop in range(axis.size):
+        owner, next_owner = (axis.rank - hop) % axis.size, (axis.rank - hop - 1) % axis.size
+        if hop < axis.size - 1:
+            arrive = pass_on(message.flatten(), message[0].numel() * lengths[next_owner], axis)
+        columns = None if mask is None else mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
+        # No name for keys and values, which would keep this message beyond the next.
+        part, part_lse = kernel(q, *message.transpose(0, 1).chunk(2, dim=2), columns, scale)
+        if out is None:
+            accumulated = torch.promote_types(q.dtype, torch.float32)
+            out, lse = part.to(accumulated, copy=True, memory_format=torch.contiguous_format), part_lse
         else:
-            lse = merge(out, lse, part, part_lse)
-        for work in pending:
-            work.wait()
+            out, lse = merge(out, lse, part, part_lse)
+        if hop < axis.size - 1:
+            message = arrive().view(lengths[next_owner], *message.shape[1:])
     return out.to(q.dtype)
-
-
-@torch.library.custom_op("diffusers_rocm::ring_attention", mutates_args=())
-def _ring_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    kernel: str,
-    lengths: list[int],
-    rank: int,
-    group: str,
-) -> Tensor:
-    return _ring_attention(q, k, v, mask, scale, kernel, lengths, rank, group)
-
-
-@_ring_attention_op.register_fake
-def _(q, k, v, mask, scale, kernel, lengths, rank, group):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 # ---- masks

@@ -1,6 +1,7 @@
 """What `registration.py` puts on diffusers' models: enabling, disabling, saving and loading under our configs."""
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ _ever_parallel: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def parallel_models() -> list[nn.Module]:
     """The models of this process that are parallel under a config of ours."""
+    gc.collect()  # models refer to themselves through their hooks
     return [model for model in _ever_parallel if getattr(model, "parallelism", None) is not None]
 
 
