@@ -42,9 +42,10 @@ _ever_parallel: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def parallel_models() -> list[nn.Module]:
-    """The models of this process that are parallel under a config of ours."""
+    """The models of this process that are spread over several ranks under a config of ours."""
     gc.collect()  # models refer to themselves through their hooks
-    return [model for model in _ever_parallel if getattr(model, "parallelism", None) is not None]
+    enabled = (model for model in _ever_parallel if getattr(model, "parallelism", None) is not None)
+    return [model for model in enabled if model.parallelism.axis.size > 1]
 
 
 @dataclass(frozen=True)
