@@ -17,13 +17,13 @@ test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 quality: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(BIN)/python utils/make_tables.py --check
 
 style: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 $(READY): setup.py utils/create_venv.sh
 	sh utils/create_venv.sh "$(PYTHON)" "$(VENV)" "$(DIFFUSERS)"

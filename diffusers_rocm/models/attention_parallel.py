@@ -9,7 +9,7 @@ are joined by lying one after another: what arrives is used through a view, with
 Schedules know nothing of backends. Nothing has to be divisible; all sizes follow from the global lengths.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather, copy_to_axis, exchange, gather_from_axis, pass_on
 from ..distributed.sharding import Block
-from .attention_dispatch import Kernel
+from .attention_dispatch import KERNELS, Kernel
 
 
 # Chooses a kernel for `q` [B, S, H, D] and a mask, and for whether the log-sum-exp is needed.
@@ -127,7 +127,10 @@ def attention(
             k, v = _gather_keys(k, v, lengths, layout.ring)
             out, _ = choose(q, mask, False)(q, k, v, mask, scale)
         else:
-            out = _ring_attention(q, k, v, mask, scale, choose(q, mask, True), lengths, layout.ring)
+            kernel, ring = choose(q, mask, True), layout.ring
+            # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
+            run = torch.ops.diffusers_rocm.ring_attention if torch.compiler.is_compiling() else _ring_attention
+            out = run(q, k, v, mask, scale, kernel.name, lengths, ring.rank, ring.group.group_name)
     return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
 
 
@@ -221,9 +224,10 @@ def _ring_attention(
     v: Tensor,
     mask: Tensor | None,
     scale: float | None,
-    kernel: Kernel,
-    lengths: tuple[int, ...],
-    axis: Axis,
+    kernel: str,
+    lengths: Sequence[int],
+    rank: int,
+    group: str,
 ) -> Tensor:
     """Each rank passes keys and values on to the next while it computes with those that it has.
 
@@ -233,24 +237,45 @@ def _ring_attention(
     Args:
         q: [B, Sq, H, D]; k, v: [B, lengths[rank], H, D].
         mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
+        kernel, group: names of both.
         lengths: keys of every rank.
     """
-    message, out, lse = _tokens_first(k, v), None, None
-    for hop in range(axis.size):
-        owner, next_owner = (axis.rank - hop) % axis.size, (axis.rank - hop - 1) % axis.size
-        if hop < axis.size - 1:
-            arrive = pass_on(message.flatten(), message[0].numel() * lengths[next_owner], axis)
+    world, message, out, lse = len(lengths), _tokens_first(k, v), None, None
+    for hop in range(world):
+        owner, next_owner = (rank - hop) % world, (rank - hop - 1) % world
+        if hop < world - 1:
+            arrive = pass_on(message.flatten(), message[0].numel() * lengths[next_owner], rank, world, group)
         columns = None if mask is None else mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
         # No name for keys and values, which would keep this message beyond the next.
-        part, part_lse = kernel(q, *message.transpose(0, 1).chunk(2, dim=2), columns, scale)
+        part, part_lse = KERNELS[kernel](q, *message.transpose(0, 1).chunk(2, dim=2), columns, scale)
         if out is None:
             accumulated = torch.promote_types(q.dtype, torch.float32)
             out, lse = part.to(accumulated, copy=True, memory_format=torch.contiguous_format), part_lse
         else:
             out, lse = merge(out, lse, part, part_lse)
-        if hop < axis.size - 1:
+        if hop < world - 1:
             message = arrive().view(lengths[next_owner], *message.shape[1:])
     return out.to(q.dtype)
+
+
+@torch.library.custom_op("diffusers_rocm::ring_attention", mutates_args=())
+def _ring_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    kernel: str,
+    lengths: Sequence[int],
+    rank: int,
+    group: str,
+) -> Tensor:
+    return _ring_attention(q, k, v, mask, scale, kernel, lengths, rank, group)
+
+
+@_ring_attention_op.register_fake
+def _(q, k, v, mask, scale, kernel, lengths, rank, group):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
 # ---- masks

@@ -213,11 +213,11 @@ def wrong_twin_worker(twin) -> tuple[float, float]:
     want = even.take(reference(q, k, v, mask)[0], 1, even.rank)
     mine = [even.take(x, 1, even.rank) for x in (q, k, v)]
 
-    def swapped(x, incoming, axis):
+    def swapped(x, incoming, rank, world, group):
         send, receive = [0] * 3, [0] * 3
-        send[(axis.rank - 1) % 3], receive[(axis.rank + 1) % 3] = x.numel(), incoming
+        send[(rank - 1) % 3], receive[(rank + 1) % 3] = x.numel(), incoming
         received = x.new_empty(incoming)
-        dist.all_to_all_single(received, x, receive, send, group=axis.group)
+        dist.all_to_all_single(received, x, receive, send)
         return lambda: received
 
     with patch.object(attention_parallel, "pass_on", swapped):
@@ -233,9 +233,9 @@ def memory_worker() -> tuple[int, int]:
     held, most = [], 0
     original = attention_parallel.pass_on
 
-    def watched(x, incoming, axis):
+    def watched(x, incoming, *where):
         nonlocal most
-        arrive = original(x, incoming, axis)
+        arrive = original(x, incoming, *where)
 
         def wait():
             message = arrive()

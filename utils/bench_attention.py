@@ -1,0 +1,79 @@
+"""One attention over several ranks: what a hop, a kernel and each schedule take, in milliseconds.
+
+    torchrun --nproc_per_node=4 utils/bench_attention.py --tokens 65536
+    NCCL_P2P_DISABLE=1 torchrun --nproc_per_node=4 utils/bench_attention.py --tokens 65536
+
+If hops hide under the computation, a ring takes little more than its kernels, or than its hops where they take longer.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_flux import Clock, versions
+
+import diffusers_rocm
+from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.distributed.collectives import pass_on
+from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
+from diffusers_rocm.models.attention_parallel import Layout, attention
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--heads", type=int, default=24)
+    parser.add_argument("--kernel", help="default: the fastest")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args()
+    device = diffusers_rocm.init()
+    world, clock = dist.get_world_size(), Clock(device)
+
+    def choose(q, mask, needs_lse):
+        return choose_kernel(q, mask, args.kernel)
+
+    axes = {name: ContextParallelConfig(**{f"{name}_degree": world}).axes() for name in ("ring", "ulysses")}
+    layouts = {name: Layout((args.tokens,), ring, ulysses) for name, (_, ring, ulysses) in axes.items()}
+    length = layouts["ring"].length(dist.get_rank())
+    q, k, v = (torch.randn(1, length, args.heads, 128, device=device, dtype=args.dtype) for _ in range(3))
+    kernel, group = choose(q, None, True), axes["ring"][1].group.group_name
+    message = torch.cat([k, v], dim=2).flatten()
+
+    def schedule(name, rotate_method="p2p"):
+        cp = axes[name][0]
+        return lambda: attention(q, k, v, None, None, False, layouts[name], cp, choose, rotate_method)
+
+    cases = {
+        f"{world} kernels": lambda: [KERNELS[kernel.name](q, k, v, None, None) for _ in range(world)],
+        f"{world - 1} hops": lambda: [
+            pass_on(message, message.numel(), dist.get_rank(), world, group)() for _ in range(world - 1)
+        ],
+        "ring, p2p": schedule("ring"),
+        "ring, allgather": schedule("ring", "allgather"),
+        "ulysses": schedule("ulysses"),
+    }
+    rows = {}
+    for name, step in cases.items():
+        for _ in range(3):
+            step()
+        clock.sync()
+        dist.barrier()
+        rows[name] = statistics.median(clock.milliseconds(step) for _ in range(args.repeats))
+        if dist.get_rank() == 0:
+            print(f"{name:20s} {rows[name]:8.2f} ms", flush=True)
+    if dist.get_rank() == 0 and args.out:
+        shape = {"tokens": args.tokens, "heads": args.heads, "kernel": kernel.name}
+        args.out.write_text(
+            json.dumps({"versions": versions(), "shape": shape, "milliseconds": rows}, indent=2) + "\n"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
