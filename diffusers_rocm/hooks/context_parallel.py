@@ -197,6 +197,14 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     missing = [rule for rule, modules in found.items() if not modules]
     if missing:
         raise ValueError(f"the context-parallel plan of {name} names {', '.join(missing)}, which this model lacks")
+    for rule, modules in found.items():
+        for path, module in modules:
+            taken = inspect.signature(module.forward).parameters
+            unknown = ", ".join(key for key in _inputs(plan.modules[rule]) if key not in taken)
+            if unknown:
+                raise ValueError(
+                    f"the context-parallel plan splits {unknown}, which {path or name}'s forward does not take"
+                )
     parallel = list(attention_modules(model, plan))
     if not parallel:
         raise ValueError(f"{name} has no attention module with a processor; its attention cannot be parallel")
@@ -244,10 +252,16 @@ def _map_output(function: Callable[[Tensor], Tensor]) -> Callable:
     return hook
 
 
+def _inputs(how: Any) -> dict[str, ContextParallelInput]:
+    if isinstance(how, ContextParallelOutput):
+        return {}
+    return {key: each for key, each in how.items() if isinstance(key, str)}
+
+
 def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) -> list[RemovableHandle]:
     if isinstance(how, ContextParallelOutput):
         return [module.register_forward_hook(_map_output(lambda x: split.gather(x, how, f"the output of {path}")))]
-    inputs = {key: each for key, each in how.items() if isinstance(key, str)}
+    inputs = _inputs(how)
     outputs = {key: each for key, each in how.items() if isinstance(key, int)}
     hooks = []
     if inputs:
@@ -259,11 +273,6 @@ def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) 
 
 def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: SequenceSplit) -> Callable:
     positions = {key: index for index, key in enumerate(inspect.signature(module.forward).parameters)}
-    unknown = [key for key in inputs if key not in positions]
-    if unknown:
-        raise ValueError(
-            f"the context-parallel plan splits {', '.join(unknown)}, which {path}'s forward does not take"
-        )
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         values = list(args)

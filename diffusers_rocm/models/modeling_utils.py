@@ -105,10 +105,10 @@ def enable_context_parallelism(
     if ring.size > 1 and config.rotate_method == "p2p":
         for path, module in attention_modules(model, plan):
             check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
-    hooks = split_sequences(model, split)
-    model.parallelism = Parallelism(config, axis, hooks)
+    differ = _weights_differ(model, axis)
+    model.parallelism = Parallelism(config, axis, split_sequences(model, split))
     _ever_parallel.add(model)
-    if _weights_differ(model, axis):
+    if differ:
         _broadcast_unsharded(model, set(), axis)
 
 

@@ -1,0 +1,305 @@
+"""What context parallelism says of configs, plans and models that it cannot serve; models that go their own way."""
+
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from diffusers import ContextParallelConfig as DiffusersConfig
+from diffusers import FluxTransformer2DModel, HeliosTransformer3DModel, SD3Transformer2DModel
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from parameterized import parameterized
+from torch.distributed.device_mesh import init_device_mesh
+
+from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.models.attention_dispatch import wrap_backend
+from diffusers_rocm.models.plans.context_plan import gather, split
+
+from ..testing_utils import relative_l2, run_ranks
+from .testing_utils.common import BaseModelTesterConfig, randn
+from .testing_utils.context_parallelism import ContextParallelTesterMixin, enable
+from .testing_utils.parallelism import FLOAT32_BAR
+from .transformers.test_models_transformer_flux import FLUX_INIT, FluxTransformerTesterConfig
+
+
+SD3_PLAN = {
+    "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
+    "proj_out": gather(),
+}
+
+
+class SD3TransformerTesterConfig(BaseModelTesterConfig):
+    """Its processor calls torch's attention itself; the plan is a user's."""
+
+    model_class = SD3Transformer2DModel
+    repeated_block_count = 0
+
+    def get_init_dict(self):
+        return {
+            "sample_size": 10,
+            "patch_size": 2,
+            "in_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 5,
+            "joint_attention_dim": 32,
+            "caption_projection_dim": 40,
+            "pooled_projection_dim": 16,
+            "out_channels": 4,
+            "pos_embed_max_size": 10,
+        }
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {
+            "hidden_states": randn(batch_size, 4, 10, 14, seed=1),  # 35 tokens
+            "encoder_hidden_states": randn(batch_size, 11, 32, seed=2),
+            "pooled_projections": randn(batch_size, 16, seed=3),
+            "timestep": torch.tensor([500.0, 250.0])[:batch_size],
+        }
+
+    def get_model(self, *args, **kwargs):
+        model = super().get_model(*args, **kwargs)
+        type(model)._cp_plan = SD3_PLAN
+        return model
+
+
+class TestSD3TransformerContextParallel(SD3TransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestContextParallelConfig(unittest.TestCase):
+    def test_it_is_diffusers_own_with_all_its_arguments(self):
+        config = ContextParallelConfig(
+            ring_degree=2, convert_to_fp32=False, rotate_method="allgather", ulysses_anything=True
+        )
+        assert isinstance(config, DiffusersConfig) and (config.ring_degree, config.ulysses_degree) == (2, 1)
+        assert ContextParallelConfig(2).rotate_method == "p2p"
+        assert "ring_degree=1, ulysses_degree=3" in repr(ContextParallelConfig(ulysses_degree=3))
+
+    @parameterized.expand(
+        [
+            ({}, "over 1 rank does nothing"),
+            ({"ring_degree": 1, "ulysses_degree": 1}, "over 1 rank does nothing"),
+            ({"ring_degree": 0}, "ring_degree must be a whole number of ranks, at least 1; got 0"),
+            ({"ulysses_degree": 2.0}, "ulysses_degree must be a whole number"),
+            ({"ring_degree": True}, "ring_degree must be a whole number"),
+            ({"ring_degree": 2, "rotate_method": "alltoall"}, 'rotate_method must be "p2p" or "allgather"'),
+            ({"ring_degree": 2, "mesh": 4}, "mesh must be a DeviceMesh; got a int"),
+        ]
+    )
+    def test_message(self, arguments, message):
+        with pytest.raises(ValueError) as caught:
+            ContextParallelConfig(**arguments)
+        assert message in str(caught.value)
+
+    def test_no_process_group(self):
+        with pytest.raises(ValueError, match="ring_degree=2 \\* ulysses_degree=3 = 6 ranks need a process group"):
+            ContextParallelConfig(2, 3).axes()
+
+
+def flux(**changes) -> FluxTransformer2DModel:
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(**{**FLUX_INIT, **changes}).eval()
+
+
+def message_of(function, *args, **kwargs) -> str:
+    with pytest.raises(ValueError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+@torch.no_grad()
+def errors_worker() -> dict[str, str]:
+    config, messages = FluxTransformerTesterConfig(), {}
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    want = config.get_output(model, inputs)
+
+    def refuse(name: str, parallel, **kwargs) -> None:
+        messages[name] = message_of(model.enable_parallelism, config=parallel, **kwargs)
+        assert getattr(model, "parallelism", None) is None
+        assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+
+    refuse("too few", ContextParallelConfig(ring_degree=2))
+    refuse("too many", ContextParallelConfig(ring_degree=4))
+    refuse("missing module", ContextParallelConfig(3), cp_plan={"": {"hidden_states": split(1, 3)}, "out": gather()})
+    refuse("missing argument", ContextParallelConfig(3), cp_plan={"": {"image": split(1, 3)}})
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ring",))
+    messages["mesh"] = message_of(ContextParallelConfig, ring_degree=2, mesh=mesh)
+    unnamed = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    messages["other mesh"] = message_of(ContextParallelConfig, ring_degree=3, mesh=unnamed)
+    for block in model.transformer_blocks:
+        block.attn.processor._attention_backend = "flex"
+    refuse("backend", ContextParallelConfig(3))
+    for block in model.transformer_blocks:
+        block.attn.processor._attention_backend = None
+
+    model.enable_parallelism(config=ContextParallelConfig(mesh=mesh))
+    messages["twice"] = message_of(model.enable_parallelism, config=ContextParallelConfig(3))
+    messages["short"] = message_of(model, **{**inputs, "encoder_hidden_states": randn(1, 2, 32, seed=2)})
+    messages["dims"] = message_of(model, **{**inputs, "txt_ids": inputs["txt_ids"][None]})
+    messages["after errors"] = str(relative_l2(config.get_output(model, inputs), want) <= FLOAT32_BAR)
+
+    helios = object.__new__(HeliosTransformer3DModel)
+    torch.nn.Module.__init__(helios)
+    helios.blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"attn1": torch.nn.Linear(2, 2)})])
+    messages["helios"] = message_of(
+        HeliosTransformer3DModel.enable_parallelism, helios, config=ContextParallelConfig(3)
+    )
+    return messages
+
+
+class OwnAttention(JointAttnProcessor2_0):
+    """Computes its attention with plain products, past everybody."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
+        def attend(query, key, value, **kwargs):
+            return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+        with mock.patch.object(F, "scaled_dot_product_attention", attend):
+            return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
+
+
+@torch.no_grad()
+def past_the_schedules_worker() -> str:
+    config = SD3TransformerTesterConfig()
+    model = config.get_model()
+    model.transformer_blocks[1].attn.set_processor(OwnAttention())
+    enable(model, (2, 1, "p2p"))
+    return message_of(config.get_output, model, config.get_dummy_inputs(1))
+
+
+@torch.no_grad()
+def offload_worker() -> list[float]:
+    """Hooks that replace `forward` come before ours, and go again."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    want = config.get_output(model, inputs)
+    add_hook_to_module(model, AlignDevicesHook(execution_device="cpu"))
+    enable(model, (2, 1, "p2p"))
+    errors = [relative_l2(config.get_output(model, inputs), want)]
+    remove_hook_from_module(model, recurse=True)
+    return [*errors, relative_l2(config.get_output(model, inputs), want)]
+
+
+@torch.no_grad()
+def other_backend_worker() -> tuple[float, float]:
+    """A backend that diffusers does not know to be fit for it, under Ulysses and an all-gather ring."""
+    config, name = FluxTransformerTesterConfig(), AttentionBackendName.SAGE
+
+    def sage(query, key, value, is_causal=False, scale=None):
+        calls.append(query.shape[1])
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale).transpose(1, 2)
+
+    calls, errors = [], []
+    with mock.patch.dict(_AttentionBackendRegistry._backends, {name: wrap_backend(name, sage)}):
+        for parallel in ((1, 2, "p2p"), (2, 1, "allgather")):
+            model, inputs = config.get_model(), config.get_dummy_inputs(2)
+            want = config.get_output(model, inputs)
+            enable(model, parallel)
+            for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+                block.attn.processor._attention_backend = name
+            errors.append(relative_l2(config.get_output(model, inputs), want))
+    assert len(calls) == 8, calls
+    return tuple(errors)
+
+
+class TestEnableContextParallelism(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.messages = run_ranks(3, errors_worker)
+
+    @parameterized.expand(
+        [
+            ("too few", "ring_degree=2 * ulysses_degree=1 = 2, but 3 rank(s) were started"),
+            ("too many", "= 4, but 3 rank(s) were started"),
+            ("missing module", "plan of FluxTransformer2DModel names out, which this model lacks"),
+            ("missing argument", "splits image, which FluxTransformer2DModel's forward does not take"),
+            ("mesh", "ring_degree=2, but the mesh's ring axis has 3 ranks"),
+            ("other mesh", 'a mesh needs an axis named "ring" or "ulysses"; this one has (\'tp\',)'),
+            ("backend", "transformer_blocks.0.attn uses attention backend 'flex', which gives no log-sum-exp"),
+            ("twice", "is parallel already (ContextParallelConfig(ring_degree=3"),
+            ("short", "encoder_hidden_states has 2 tokens, too few to split over 3 ranks"),
+            ("dims", "txt_ids should have 2 dims, and its shape is [1, 11, 3]"),
+            ("after errors", "True"),
+            ("helios", "names blocks.*.attn2, blocks.*.ffn, blocks.1.attn1"),
+        ]
+    )
+    def test_message(self, name, part):
+        for messages in self.messages:
+            assert part in messages[name], messages[name]
+
+    def test_attention_past_the_schedules_is_no_picture(self):
+        for message in run_ranks(2, past_the_schedules_worker):
+            assert "transformer_blocks.1.attn (OwnAttention) computed its attention by itself" in message, message
+
+    def test_offloading_before_and_after(self):
+        for errors in run_ranks(2, offload_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+    def test_backends_of_diffusers_that_know_nothing_of_it(self):
+        for errors in run_ranks(2, other_backend_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+
+HOST = """
+import torch, diffusers_rocm, torch.distributed as dist
+from tests.models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from tests.testing_utils import relative_l2
+diffusers_rocm.init("cpu")
+config = FluxTransformerTesterConfig()
+model, inputs = config.get_model(), config.get_dummy_inputs(1)
+with torch.no_grad():
+    want = config.get_output(model, inputs)
+    model.enable_parallelism(config=diffusers_rocm.ContextParallelConfig(ring_degree=2))
+    print("error", relative_l2(config.get_output(model, inputs), want), flush=True)
+dist.destroy_process_group()
+"""
+
+
+class TestTwoHosts(unittest.TestCase):
+    """Two network namespaces are two hosts as far as the network goes."""
+
+    def setUp(self):
+        self.names = [f"rocm{os.getpid()}{side}" for side in "ab"]
+        commands = [f"ip netns add {name}" for name in self.names]
+        commands.append(f"ip link add {self.names[0]} type veth peer name {self.names[1]}")
+        for number, name in enumerate(self.names, 1):
+            commands += [
+                f"ip link set {name} netns {name}",
+                f"ip netns exec {name} ip addr add 10.77.0.{number}/24 dev {name}",
+                f"ip netns exec {name} ip link set {name} up",
+                f"ip netns exec {name} ip link set lo up",
+            ]
+        self.addCleanup(self.remove)
+        try:
+            for command in commands:
+                subprocess.run(command.split(), check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
+
+    def remove(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+    def test_a_ring_over_two_hosts(self):
+        processes = []
+        for number, name in enumerate(self.names):
+            torchrun = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=1 --node_rank={number}"
+            script = f"{torchrun} --master_addr=10.77.0.1 --master_port=29511 --no-python {sys.executable} -c"
+            command = ["ip", "netns", "exec", name, *script.split(), HOST]
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
+            root = Path(__file__).parents[2]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen(command, env=environment, cwd=root, **pipes))
+        for process in processes:
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err
+            assert float(out.split("error")[1]) <= FLOAT32_BAR, out
