@@ -152,8 +152,19 @@ def _ours(config: Any) -> OurConfig | None:
 
 
 def wrap_enable_parallelism(original: Callable) -> Callable:
-    @functools.wraps(original)
+    @functools.wraps(original, assigned=("__module__", "__name__", "__qualname__"))
     def enable_parallelism(self, *, config, cp_plan=None):
+        """Make the model parallel, in place, on all ranks that share it.
+
+        Args:
+            config: of diffusers_rocm (`TensorParallelConfig`, `ContextParallelConfig`), or diffusers' own, which goes
+                to diffusers' own code.
+            cp_plan: for context parallelism, where sequences are split, in the format of diffusers' `_cp_plan`; by
+                default the plan of the class.
+
+        Raises:
+            ValueError: the model or the config cannot be had; nothing is changed then.
+        """
         ours = _ours(config)
         if isinstance(ours, ContextParallelConfig):
             return enable_context_parallelism(self, ours, cp_plan)
