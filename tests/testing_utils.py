@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 
 def slow(test):
@@ -96,6 +97,7 @@ class RankPool:
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    backend = _AttentionBackendRegistry.get_active_backend()[0]
     while True:
         try:
             world, rank, store, device, function, args = connection.recv()
@@ -117,6 +119,8 @@ def _serve(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # A model's set_attention_backend sets it for the whole process in some versions of diffusers.
+            _AttentionBackendRegistry.set_active_backend(backend)
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 os.environ.pop(name, None)
         connection.send(answer)
