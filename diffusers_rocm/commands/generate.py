@@ -59,7 +59,7 @@ def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
     for index, prompt in enumerate(prompts):
         if not prompt.strip():
             raise ValueError(f"prompt {index} is empty")
-        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ValueError(f"prompt {index} is not UTF-8: {prompt!r}")
     return tuple(prompts)
 

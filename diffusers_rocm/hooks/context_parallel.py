@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
-from ..distributed.sharding import Block
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
 from ..models.plans.context_plan import ContextParallelPlan
@@ -35,11 +34,6 @@ class SequenceSplit:
         self.cp, self.ring, self.ulysses = cp, ring, ulysses
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
-
-    def sizes(self, length: int) -> tuple[int, ...]:
-        """Tokens of every rank, of `length`."""
-        bounds = [Block(length, 1).bounds(rank, self.cp.size) for rank in range(self.cp.size)]
-        return tuple(stop - start for start, stop in bounds)
 
     def split(self, x: Tensor, how: ContextParallelInput, what: str) -> Tensor:
         """This rank's run of `x` along `how.split_dim`.
@@ -61,13 +55,12 @@ class SequenceSplit:
                 f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree "
                 f"of at most {length}"
             )
-        start, stop = Block(length, 1).bounds(self.cp.rank, self.cp.size)
-        return x.narrow(how.split_dim, start, stop - start)
+        return Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
 
     def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
         """`x` of all ranks, along `how.gather_dim`."""
         length = self.lengths.get(self.plan.main)
-        sizes = self.sizes(length) if length is not None else ()
+        sizes = Layout((length,), self.ring, self.ulysses).lengths() if length is not None else ()
         if not sizes or x.shape[how.gather_dim] != sizes[self.cp.rank]:
             raise ValueError(
                 f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {self.plan.main} "

@@ -129,7 +129,7 @@ def attention(
         else:
             kernel, ring = choose(q, mask, True), layout.ring
             # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
-            run = torch.ops.diffusers_rocm.ring_attention if torch.compiler.is_compiling() else _ring_attention
+            run = _ring_attention_op if torch.compiler.is_compiling() else _ring_attention
             out = run(q, k, v, mask, scale, kernel.name, lengths, ring.rank, ring.group.group_name)
     return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
 
@@ -258,19 +258,7 @@ def _ring_attention(
     return out.to(q.dtype)
 
 
-@torch.library.custom_op("diffusers_rocm::ring_attention", mutates_args=())
-def _ring_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    kernel: str,
-    lengths: Sequence[int],
-    rank: int,
-    group: str,
-) -> Tensor:
-    return _ring_attention(q, k, v, mask, scale, kernel, lengths, rank, group)
+_ring_attention_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring_attention, mutates_args=())
 
 
 @_ring_attention_op.register_fake

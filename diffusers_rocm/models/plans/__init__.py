@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -53,7 +54,7 @@ def get_context_parallel_plan(model: nn.Module, cp_plan: Mapping[str, Any] | Non
     cp_plan = cp_plan or (None if name in CONTEXT_PARALLEL_PLANS else getattr(model, "_cp_plan", None))
     plan = CONTEXT_PARALLEL_PLANS.get(name)
     if cp_plan is not None:
-        return ContextParallelPlan(cp_plan) if plan is None else plan.with_modules(cp_plan)
+        return ContextParallelPlan(cp_plan) if plan is None else replace(plan, modules=cp_plan)
     if plan is None:
         near = difflib.get_close_matches(name, CONTEXT_PARALLEL_PLANS, n=3, cutoff=0.0)
         raise ValueError(

@@ -1,8 +1,7 @@
 """What a context-parallel plan is: data that says where a model's sequences are split and gathered."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -19,9 +18,9 @@ class ContextParallelPlan:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item.
-        streams: the arguments that are sequences of tokens, in the order in which attention joins them. The last to be
-            given is what is gathered; attention is over all of them, or over `main` alone.
-        main: the stream that becomes the output.
+        streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
+            over all of them, or over `main` alone.
+        main: the stream that becomes the output, and is gathered.
         whole: paths of attention modules that see no split sequence among their keys (the text alone, or
             cross-attention): they are left alone.
     """
@@ -30,9 +29,6 @@ class ContextParallelPlan:
     streams: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     main: str = "hidden_states"
     whole: tuple[str, ...] = ()
-
-    def with_modules(self, modules: Mapping[str, Any]) -> "ContextParallelPlan":
-        return replace(self, modules=modules)
 
 
 def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:

@@ -10,7 +10,7 @@ from diffusers_rocm import ContextParallelConfig
 
 from ...testing_utils import relative_l2, run_ranks
 from .common import BaseModelTesterConfig
-from .parallelism import BF16_RATIO, FLOAT32_BAR, _clone_state, _same_state
+from .parallelism import BF16_RATIO, FLOAT32_BAR, _clone_state, _same_state, weighted_backward
 
 
 # (ring, ulysses, rotate_method)
@@ -57,21 +57,12 @@ def gradient_worker(config: BaseModelTesterConfig, split: tuple) -> dict[str, fl
     """Relative errors of the gradients: of the inputs, and of each parameter, summed over the ranks."""
     model, inputs = config.get_model(), config.get_inputs(2)
     leaves = {name: inputs[name].requires_grad_() for name in config.floating_inputs if name in inputs}
-
-    def backward() -> dict[str, torch.Tensor]:
-        output = config.get_output(model, inputs)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
-        (output * weights.to(output.device)).sum().backward()
-        grads = {name: value.grad.clone() for name, value in leaves.items()}
-        for value in leaves.values():
-            value.grad = None
-        return grads
-
-    reference = backward()
+    reference = weighted_backward(config, model, inputs, leaves)
     parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     enable(model, split)
-    errors = {f"input {name}": relative_l2(grad, reference[name]) for name, grad in backward().items()}
+    split_grads = weighted_backward(config, model, inputs, leaves)
+    errors = {f"input {name}": relative_l2(grad, reference[name]) for name, grad in split_grads.items()}
     scale = sum(grad.norm() ** 2 for grad in parameters.values()) ** 0.5 / len(parameters) ** 0.5
     for name, parameter in model.named_parameters():
         if name in parameters:

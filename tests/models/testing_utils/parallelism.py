@@ -74,25 +74,26 @@ def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple
     return relative_l2(single, reference), relative_l2(sharded, reference)
 
 
+def weighted_backward(config: BaseModelTesterConfig, model, inputs: dict, leaves: dict) -> dict[str, torch.Tensor]:
+    """Gradients of the leaves, taken away from them, of the output under fixed random weights."""
+    output = config.get_output(model, inputs)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+    (output * weights.to(output.device)).sum().backward()
+    grads = {name: value.grad.clone() for name, value in leaves.items()}
+    for value in leaves.values():
+        value.grad = None
+    return grads
+
+
 def gradient_worker(config: BaseModelTesterConfig, tp: int) -> dict[str, float]:
     """Relative errors of all gradients: of the inputs, and of each parameter, gathered."""
     model, inputs = config.get_model(), config.get_inputs(2)
     leaves = {name: inputs[name].requires_grad_() for name in config.floating_inputs if name in inputs}
-
-    def backward() -> dict[str, torch.Tensor]:
-        output = config.get_output(model, inputs)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
-        (output * weights.to(output.device)).sum().backward()
-        grads = {name: value.grad.clone() for name, value in leaves.items()}
-        for value in leaves.values():
-            value.grad = None
-        return grads
-
-    reference = backward()
+    reference = weighted_backward(config, model, inputs, leaves)
     reference_parameters = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
-    sharded = backward()
+    sharded = weighted_backward(config, model, inputs, leaves)
     errors = {f"input {name}": relative_l2(sharded[name], reference[name]) for name in reference}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
