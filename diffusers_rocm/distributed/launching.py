@@ -50,6 +50,8 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
+    # The launcher gives the ranks 30 s to end by themselves; a rank in a collective never would. The config reads it.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
     with tempfile.TemporaryDirectory(prefix="diffusers_rocm_") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -62,8 +64,6 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
-        # The launcher gives the ranks 30 s to end by themselves; a rank in a collective never would.
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
         with _Forwarder(Path(folder)):
             try:
                 # A terminal's Ctrl-C reaches the ranks as well; it is for the launcher alone to act on it.

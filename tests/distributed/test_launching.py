@@ -58,19 +58,14 @@ class TestLaunch(unittest.TestCase):
     )
     def test_a_rank_that_fails_ends_the_run_and_has_the_last_word(self, what, last_line):
         process = start(what)
-        out, err = process.communicate(timeout=120)
+        out = "".join(process.stdout.readline() for _ in range(2))
+        started = time.monotonic()
+        _, err = process.communicate(timeout=120)
+        assert time.monotonic() - started < 20
         assert process.returncode == 1, (out, err)
         assert re.search(last_line, err.strip().splitlines()[-1]), err
         assert "SIGTERM" not in err, err
         assert len(pids(out)) == 2 and not any(alive(pid) for pid in pids(out))
-
-    def test_a_failing_run_ends_within_seconds(self):
-        process = start("raises")
-        lines = [process.stdout.readline() for _ in range(2)]
-        assert len(pids("".join(lines))) == 2, lines
-        started = time.monotonic()
-        process.communicate(timeout=60)
-        assert time.monotonic() - started < 20
 
     @parameterized.expand([(signal.SIGINT,), (signal.SIGTERM,)])
     def test_an_interrupt_leaves_no_process_behind(self, number):
@@ -79,7 +74,9 @@ class TestLaunch(unittest.TestCase):
         started = pids("".join(lines))
         assert len(started) == 2 and all(alive(pid) for pid in started), lines
         process.send_signal(number)
+        interrupted = time.monotonic()
         _, err = process.communicate(timeout=60)
+        assert time.monotonic() - interrupted < 20
         assert process.returncode == 128 + number, err
         assert err.strip().splitlines()[-1] == f"diffusers-rocm: stopped by {number.name}", err
         assert not any(alive(pid) for pid in started)
