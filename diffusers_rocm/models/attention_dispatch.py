@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import (
@@ -48,6 +47,11 @@ def platform_of(device_type: str) -> Platform:
     if torch.version.hip is not None:
         return Platform("rocm")
     return Platform("cuda", torch.cuda.get_device_capability())
+
+
+@torch.compiler.assume_constant_result
+def _platform_name(device_type: str) -> str:
+    return platform_of(device_type).name
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Kernel:
             return f"runs on {' and '.join(self.platforms)}, not on {platform.name}"
         if platform.name == "cuda" and platform.capability < self.capability:
             return f"needs compute capability {'.'.join(map(str, self.capability))}"
-        if self.source is not None and _package_function(self.source) is None:
+        if self.source is not None and not _PACKAGES[self.source].find():
             return f"{self.source} is not installed"
         if self.dtypes and dtype not in self.dtypes:
             return f"does not take {str(dtype).removeprefix('torch.')}"
@@ -118,7 +122,7 @@ class Kernel:
             out [B, Sq, H, D] in `q`'s dtype, and lse [B, Sq, H] in float32 (float64 for float64), None if the backend
             gives none. Where every key of a row is masked out is 0 and lse -inf.
         """
-        if platform_of(q.device.type).name in self.contiguous_on:
+        if self.contiguous_on and _platform_name(q.device.type) in self.contiguous_on:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = self.run(q, k, v, mask, scale, is_causal)
         if lse is None:
@@ -215,31 +219,47 @@ def _math(q, k, v, mask, scale, is_causal):
     return (weights @ v).transpose(1, 2).to(dtype), lse
 
 
-# Where the functions of optional packages are: importable, or as the Hub kernel that diffusers downloads on
-# `set_attention_backend`.
+class _Package:
+    """`flash_attn_func` of an optional package, or of the Hub kernel that diffusers downloads in its place.
+
+    Attributes:
+        function: the function, once found.
+        asked: the argument that asks it for the LSE.
+    """
+
+    def __init__(self, module: str, hub: str):
+        self.module, self.hub = module, hub
+        self.function: Callable | None = None
+        self.asked: dict[str, bool] = {}
+
+    @functools.cached_property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+    def find(self) -> bool:
+        if self.function is None:
+            if self.installed:
+                self.function = importlib.import_module(self.module).flash_attn_func
+            elif self.hub in {name.value for name in _HUB_KERNELS_REGISTRY}:
+                # There after `set_attention_backend`.
+                self.function = _HUB_KERNELS_REGISTRY[AttentionBackendName(self.hub)].kernel_fn
+            names = inspect.signature(self.function).parameters if self.function is not None else {}
+            # FlashAttention's name for it, and AITER's; the first releases of FlashAttention 3 returned it unasked.
+            self.asked = {name: True for name in ("return_attn_probs", "return_lse") if name in names}
+        return self.function is not None
+
+
 _PACKAGES = {
-    "flash_attn": ("flash_attn", "flash_hub"),
-    "flash_attn_3": ("flash_attn_interface", "_flash_3_hub"),
-    "aiter": ("aiter", "aiter_fa2_hub"),
+    "flash_attn": _Package("flash_attn", "flash_hub"),
+    "flash_attn_3": _Package("flash_attn_interface", "_flash_3_hub"),
+    "aiter": _Package("aiter", "aiter_fa2_hub"),
 }
-
-
-def _package_function(source: str) -> Callable | None:
-    """`flash_attn_func` of the package, or of the Hub kernel in its place; None where neither is there."""
-    module, hub = _PACKAGES[source]
-    if importlib.util.find_spec(module) is not None:
-        return importlib.import_module(module).flash_attn_func
-    known = hub in {name.value for name in _HUB_KERNELS_REGISTRY}
-    return _HUB_KERNELS_REGISTRY[AttentionBackendName(hub)].kernel_fn if known else None
 
 
 def _from_package(source: str, q, k, v, mask, scale, is_causal):
     assert mask is None
-    function = _package_function(source)
-    # FlashAttention's name for it, and AITER's; the first releases of FlashAttention 3 returned it unasked.
-    names = inspect.signature(function).parameters
-    asked: dict[str, Any] = {name: True for name in ("return_attn_probs", "return_lse") if name in names}
-    out, lse, *_ = function(q, k, v, softmax_scale=scale, causal=is_causal, **asked)
+    package = _PACKAGES[source]
+    out, lse, *_ = package.function(q, k, v, softmax_scale=scale, causal=is_causal, **package.asked)
     return out, lse
 
 
@@ -321,23 +341,32 @@ def explain(
     return [(name, KERNELS[name].why_not(platform, dtype, head_size, mask, lse)) for name in preference(platform)]
 
 
-def choose_kernel(q: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
+@torch.compiler.assume_constant_result  # nothing of it to trace, and nothing to guard
+def _choose(
+    device_type: str, dtype: torch.dtype, head_size: int, mask: bool, asked: str | None
+) -> tuple[str, str | None]:
+    """`(kernel, None)`, or `(what was asked for, why not)`."""
+    platform = platform_of(device_type)
+    reasons = explain(platform, dtype, head_size, mask)
+    usable = [name for name, reason in reasons if reason is None]
+    if asked is None:
+        return usable[0], None
+    if asked == "flash" and platform.name == "cpu":
+        asked = "flash_cpu"
+    reason = KERNELS[asked].why_not(platform, dtype, head_size, mask)
+    return asked, reason and f"attention kernel {asked!r} {reason}; usable here: {', '.join(usable)}"
+
+
+def choose_kernel(q: Tensor, mask: Tensor | None, asked: str | None = None) -> Kernel:
     """The fastest kernel that can take `q` [B, S, H, D] with this mask, or the one that is asked for.
 
     Raises:
         ValueError: the kernel that is asked for cannot be used here.
     """
-    platform = platform_of(q.device.type)
-    if name == "flash" and platform.name == "cpu":
-        name = "flash_cpu"
-    if name is not None:
-        reason = KERNELS[name].why_not(platform, q.dtype, q.shape[-1], mask is not None)
-        if reason is not None:
-            usable = [other for other, why in explain(platform, q.dtype, q.shape[-1], mask is not None) if why is None]
-            raise ValueError(f"attention kernel {name!r} {reason}; usable here: {', '.join(usable)}")
-        return KERNELS[name]
-    reasons = explain(platform, q.dtype, q.shape[-1], mask is not None)
-    return KERNELS[next(name for name, reason in reasons if reason is None)]
+    name, problem = _choose(q.device.type, q.dtype, q.shape[-1], mask is not None, asked)
+    if problem is not None:
+        raise ValueError(problem)
+    return KERNELS[name]
 
 
 def check_ring_backend(path: str, backend: str | None) -> None:

@@ -210,12 +210,25 @@ class TestChoice(unittest.TestCase):
         fake = types.ModuleType(module)
         fake.flash_attn_func, fake.__spec__ = function, types.SimpleNamespace(name=module)
         assert dict(explain(getattr(self, platform), torch.bfloat16, 128, False))[name].endswith("is not installed")
-        with patch.dict(sys.modules, {module: fake}):
-            assert dict(explain(getattr(self, platform), torch.bfloat16, 128, False))[name] is None
-            q, k, v = (torch.randn(2, 7, 3, 16) for _ in range(3))
-            out, lse = KERNELS[name](q, k, v, None, None)
+        unknown = attention_dispatch._Package(module, attention_dispatch._PACKAGES[name].hub)
+        packages = patch.dict(attention_dispatch._PACKAGES, {name: unknown})
+        packages.start()
+        self.addCleanup(packages.stop)
+        sys.modules[module] = fake  # not by patch.dict: the compiler imports modules that must stay
+        self.addCleanup(sys.modules.pop, module)
+        assert dict(explain(getattr(self, platform), torch.bfloat16, 128, False))[name] is None
+        q, k, v = (torch.randn(2, 7, 3, 16) for _ in range(3))
+        answers = [KERNELS[name](q, k, v, None, None)]
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def chosen(q, k, v):
+            return choose_kernel(q.bfloat16(), None)(q, k, v, None, None)
+
+        with patch.object(attention_dispatch, "platform_of", lambda device: getattr(self, platform)):
+            answers.append(chosen(q, k, v))
         want, want_lse = reference(q, k, v, None)
-        assert relative_l2(out, want) <= 1e-6 and relative_l2(lse, want_lse) <= 1e-6
+        for out, lse in answers:
+            assert relative_l2(out, want) <= 1e-6 and relative_l2(lse, want_lse) <= 1e-6
 
     def test_rocm_gets_contiguous_values(self):
         """SDPA was wrong for a strided value on ROCm 7.0 (ROCm/pytorch#3230): emulated, not validated on hardware."""
