@@ -4,6 +4,7 @@ Eager code calls `torch.distributed` in place: no wrapper tensor, no extra copy.
 collectives are called, which the compiler traces and schedules without a graph break.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,48 @@ def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], 
     return received
 
 
+# For each device a stream, and a row whose softmax is a kernel of one block, some microseconds long.
+_side: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
+
+
+def _beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Run a collective into `received` beside the computation that follows; a function that waits, and answers it.
+
+    An attention kernel that fills the device first keeps the collective out to its own end, and nothing is hidden
+    (docs/performance.md). So on an accelerator the computation is held for the moment that the collective needs to
+    begin on a stream of ours.
+    """
+    if received.device.type == "cpu":
+        work = collective(async_op=True)
+
+        def wait() -> torch.Tensor:
+            nonlocal work
+            work.wait()
+            work = None  # it would keep what was sent
+            return received
+
+        return wait
+    module = torch.get_device_module(received.device)
+    if received.device not in _side:
+        _side[received.device] = module.Stream(received.device), torch.zeros(1, 1 << 14, device=received.device)
+    here, (beside, row) = module.current_stream(received.device), _side[received.device]
+    beside.wait_stream(here)
+    with module.stream(beside):
+        begins = beside.record_event()
+        collective()
+        ends = beside.record_event()
+    here.wait_event(begins)
+    row.softmax(-1)
+
+    def wait_event() -> torch.Tensor:
+        nonlocal collective
+        module.current_stream(received.device).wait_event(ends)
+        collective = None
+        return received
+
+    return wait_event
+
+
 def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -> Callable[[], torch.Tensor]:
     """Begin to send `x` [n], contiguous, to the next rank and to receive [incoming] from the previous one.
 
@@ -71,17 +114,19 @@ def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -
     """
     send, receive = [0] * world, [0] * world
     send[(rank + 1) % world], receive[(rank - 1) % world] = x.numel(), incoming
-    received = x.new_empty(incoming)
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    work = dist.all_to_all_single(received, x, receive, send, group=process_group, async_op=True)
+    received, process_group = x.new_empty(incoming), dist.distributed_c10d._resolve_process_group(group)
+    hop = functools.partial(dist.all_to_all_single, received, x, receive, send, group=process_group)
+    return _beside(hop, received)
 
-    def wait() -> torch.Tensor:
-        nonlocal work
-        work.wait()
-        work = None  # it would keep what was sent
-        return received
 
-    return wait
+def begin_all_gather(x: torch.Tensor, world: int, group: str) -> Callable[[], torch.Tensor]:
+    """Begin to gather `x` [...], contiguous and of one shape on all ranks.
+
+    Returns:
+        A function that waits, and answers [world, ...].
+    """
+    received, process_group = x.new_empty((world, *x.shape)), dist.distributed_c10d._resolve_process_group(group)
+    return _beside(functools.partial(_all_gather, received, x[None], group=process_group), received)
 
 
 class _Copy(torch.autograd.Function):

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather, copy_to_axis, exchange, gather_from_axis, pass_on
+from ..distributed.collectives import (
+    all_gather,
+    begin_all_gather,
+    copy_to_axis,
+    exchange,
+    gather_from_axis,
+    pass_on,
+)
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS, Kernel
 
@@ -98,8 +105,10 @@ def attention(
         layout: where the tokens are.
         cp: both axes of the layout as one.
         choose: the kernel to use.
-        rotate_method: "p2p" passes keys and values around the ring under the computation and holds two parts of them;
-            "allgather" gathers them all and computes once. With gradients they are always gathered.
+        rotate_method: how keys and values go round under the computation. "p2p" passes parts of the sequence on and
+            holds two of them; "allgather" gathers some heads at a time, and holds two such groups: no more than that,
+            once there is enough work for as many groups as ranks. Short sequences, which hide nothing, are gathered
+            at once, and so are those with gradients.
 
     Returns:
         [B, S, H, D]
@@ -116,21 +125,10 @@ def attention(
     if layout.ulysses.size > 1:
         q, k, v = _scatter_heads(q, k, v, layout)
         mask = _mask_of_group(mask, heads, layout)
-    elif k.shape[2] != heads:
-        k, v = (x.repeat_interleave(heads // k.shape[2], 2) for x in (k, v))
     if layout.ring.size == 1:
         out, _ = choose(q, mask, False)(q, k, v, mask, scale)
     else:
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(layout.ring.size))
-        if rotate_method == "allgather" or needs_grad:
-            k, v = _gather_keys(k, v, lengths, layout.ring)
-            out, _ = choose(q, mask, False)(q, k, v, mask, scale)
-        else:
-            kernel, ring = choose(q, mask, True), layout.ring
-            # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
-            run = _ring_attention_op if torch.compiler.is_compiling() else _ring_attention
-            out = run(q, k, v, mask, scale, kernel.name, lengths, ring.rank, ring.group.group_name)
+        out = _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method)
     return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
 
 
@@ -199,10 +197,45 @@ def _gather_heads(out: Tensor, heads: int, layout: Layout) -> Tensor:
 # ---- ring
 
 
-def _gather_keys(k: Tensor, v: Tensor, lengths: tuple[int, ...], axis: Axis) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks of the ring, as views of one gathered message; their gradients are summed."""
-    gathered = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, axis, 0), axis)
-    return gathered.transpose(0, 1).chunk(2, dim=2)
+# Rows of queries, counted in every head, that keep a device busy: less is not worth a message of its own.
+GPU_GROUP_ROWS, CPU_GROUP_ROWS = 1 << 16, 1 << 4
+
+
+def _attention_over_ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    layout: Layout,
+    choose: KernelChoice,
+    rotate_method: str,
+) -> Tensor:
+    ring = layout.ring
+    lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(ring.size))
+    kernel = choose(q, mask, rotate_method == "p2p")
+    rows = max(lengths) * q.shape[0] * q.shape[2] // k.shape[2]  # of each key head
+    wanted = CPU_GROUP_ROWS if q.device.type == "cpu" else GPU_GROUP_ROWS
+    groups = -(-k.shape[2] // -(-wanted // rows))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if needs_grad or groups == 1 or rotate_method == "allgather" and kernel.name not in KERNELS:
+        # Views of one gathered message; its gradients are summed.
+        message = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, ring, 0), ring)
+        out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)
+        return out
+    # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
+    compiling, name, group = torch.compiler.is_compiling(), kernel.name, ring.group.group_name
+    if rotate_method == "p2p":
+        run = _ring_op if compiling else _ring
+        return run(q, k, v, mask, scale, name, lengths, ring.rank, group)
+    run = _gathered_op if compiling else _gathered
+    return run(q, k, v, mask, scale, name, lengths, groups, group)
+
+
+def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Keys and values [B, S, heads, D] of a message [S, B, 2 key heads, D]: views, unless key heads are fewer."""
+    parts = message.transpose(0, 1).chunk(2, dim=2)
+    return tuple(x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in parts)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +251,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Ten
     return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
 
 
-def _ring_attention(
+def _ring(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -231,11 +264,11 @@ def _ring_attention(
 ) -> Tensor:
     """Each rank passes keys and values on to the next while it computes with those that it has.
 
-    They travel as one message [S, B, 2 H, D]; a rank has the one that it computes with and the one that comes. The
+    They travel as one message [S, B, 2 Hk, D]; a rank has the one that it computes with and the one that comes. The
     last hop is not made.
 
     Args:
-        q: [B, Sq, H, D]; k, v: [B, lengths[rank], H, D].
+        q: [B, Sq, H, D]; k, v: [B, lengths[rank], Hk, D].
         mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
         kernel, group: names of both.
         lengths: keys of every rank.
@@ -247,7 +280,7 @@ def _ring_attention(
             arrive = pass_on(message.flatten(), message[0].numel() * lengths[next_owner], rank, world, group)
         columns = None if mask is None else mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
         # No name for keys and values, which would keep this message beyond the next.
-        part, part_lse = KERNELS[kernel](q, *message.transpose(0, 1).chunk(2, dim=2), columns, scale)
+        part, part_lse = KERNELS[kernel](q, *_keys_of(message, q.shape[2]), columns, scale)
         if out is None:
             accumulated = torch.promote_types(q.dtype, torch.float32)
             out, lse = part.to(accumulated, copy=True, memory_format=torch.contiguous_format), part_lse
@@ -258,11 +291,61 @@ def _ring_attention(
     return out.to(q.dtype)
 
 
-_ring_attention_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring_attention, mutates_args=())
+def _gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    kernel: str,
+    lengths: Sequence[int],
+    groups: int,
+    group: str,
+) -> Tensor:
+    """Gathers keys and values of some heads while it computes with those of the heads before.
+
+    Nothing is merged. A rank has the heads that it computes with and the ones that come.
+
+    Args:
+        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D].
+        mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
+        kernel, group: names of both.
+        lengths: keys of every rank.
+        groups: of heads, at most Hk.
+    """
+    longest, repeats = max(lengths), q.shape[2] // k.shape[2]
+    bounds = [Block(k.shape[2], 1).bounds(index, groups) for index in range(groups)]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    def begin(start: int, stop: int) -> Callable[[], Tensor]:
+        message = q.new_empty(longest, q.shape[0], 2 * (stop - start), q.shape[3])
+        torch.cat([x[:, :, start:stop].transpose(0, 1) for x in (k, v)], 2, out=message[: k.shape[1]])
+        return begin_all_gather(message, len(lengths), group)
+
+    arrive = begin(*bounds[0])
+    for index, (start, stop) in enumerate(bounds):
+        message = arrive()
+        if index + 1 < groups:
+            arrive = begin(*bounds[index + 1])
+        if min(lengths) == longest:
+            message = message.flatten(0, 1)
+        else:
+            message = torch.cat([part[:length] for part, length in zip(message, lengths, strict=True)])
+        heads = slice(start * repeats, stop * repeats)
+        rows = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+        # No name for keys and values, which would keep this message beyond the next.
+        part, _ = KERNELS[kernel](q[:, :, heads], *_keys_of(message, heads.stop - heads.start), rows, scale)
+        out[:, :, heads] = part
+    return out
 
 
-@_ring_attention_op.register_fake
-def _(q, k, v, mask, scale, kernel, lengths, rank, group):
+_ring_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring, mutates_args=())
+_gathered_op = torch.library.custom_op("diffusers_rocm::gathered_attention", _gathered, mutates_args=())
+
+
+@_ring_op.register_fake
+@_gathered_op.register_fake
+def _(q, k, v, mask, scale, kernel, lengths, rank_or_groups, group):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 

@@ -1,6 +1,7 @@
 """Schedules over real ranks against one softmax over everything, and the merge that the ring rests on."""
 
 import math
+import time
 import unittest
 import weakref
 from unittest.mock import patch
@@ -57,6 +58,13 @@ def full_mask(kind: str, streams, heads: int, batch: int):
     return mask
 
 
+def method(rotate: str):
+    """`(context, rotate_method)`: "at once" is an allgather of what is too little work to be cut."""
+    rows = 1 << 15 if rotate == "at once" else attention_parallel.CPU_GROUP_ROWS
+    context = patch.object(attention_parallel, "CPU_GROUP_ROWS", rows)
+    return context, "allgather" if rotate == "at once" else rotate
+
+
 def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, causal) -> float:
     """Relative error on this rank's tokens. `how` is what the rank gets of the mask: its keys, its rows, or all."""
     cp, ring_axis, ulysses_axis = ContextParallelConfig(ring, ulysses).axes()
@@ -74,11 +82,13 @@ def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, c
     elif how == "rows":
         mask = layout.take(mask, -2, layout.rank)
     mine = [layout.take(x, 1, layout.rank) for x in (q, k, v)]
-    out = attention(*mine, mask, None, causal, layout, cp, choose, rotate)
+    context, rotate = method(rotate)
+    with context:
+        out = attention(*mine, mask, None, causal, layout, cp, choose, rotate)
     return relative_l2(out, want)
 
 
-RINGS = [(ring, 1, rotate) for ring in (2, 3, 4) for rotate in ("p2p", "allgather")]
+RINGS = [(ring, 1, rotate) for ring in (2, 3, 4) for rotate in ("p2p", "allgather", "at once")]
 SPLITS = [*RINGS, (1, 2, "p2p"), (1, 3, "p2p"), (1, 4, "p2p"), (2, 2, "p2p"), (2, 2, "allgather")]
 SHAPES = [((24,), 12, 12, 1), ((23,), 5, 5, 2), ((7, 18), 6, 3, 2)]  # even; uneven; joined, with fewer key heads
 MASKS = [
@@ -94,7 +104,7 @@ MASKS = [
     ("rows, every head", "global"),
     ("rows, additive", "rows"),
 ]
-MASKED = [(2, 1, "p2p"), (3, 1, "p2p"), (2, 1, "allgather"), (1, 3, "p2p"), (2, 2, "p2p")]
+MASKED = [(2, 1, "p2p"), (3, 1, "p2p"), (2, 1, "at once"), (3, 1, "allgather"), (1, 3, "p2p"), (2, 2, "p2p")]
 
 
 class TestSchedules(unittest.TestCase):
@@ -131,8 +141,9 @@ class TestSchedules(unittest.TestCase):
             assert ours <= 1e-6, ours
             assert not wrong <= 1e-2, wrong
 
-    def test_ring_holds_two_parts(self):
-        for bytes_held, part in run_ranks(4, memory_worker):
+    @parameterized.expand([("p2p",), ("allgather",)])
+    def test_ring_holds_two_parts(self, rotate):
+        for bytes_held, part in run_ranks(4, memory_worker, rotate):
             assert 0 < bytes_held <= 2 * part, (bytes_held, part)
 
     def test_masks_that_fit_nothing(self):
@@ -160,7 +171,9 @@ def gradient_worker(ring, ulysses, rotate, kind) -> list[float]:
     out, _ = reference(q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), mask)
     wanted = torch.autograd.grad((out * weights).sum(), whole)
     mine = [layout.take(x, 1, layout.rank).detach().requires_grad_() for x in whole]
-    out = attention(*mine, mask, None, False, layout, cp, choose, rotate)
+    context, rotate = method(rotate)
+    with context:
+        out = attention(*mine, mask, None, False, layout, cp, choose, rotate)
     got = torch.autograd.grad((out * layout.take(weights, 1, layout.rank)).sum(), mine)
     return [relative_l2(g, layout.take(w, 1, layout.rank)) for g, w in zip(got, wanted, strict=True)]
 
@@ -178,7 +191,9 @@ def compiled_worker(ring, ulysses, rotate, kind) -> float:
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    return relative_l2(compiled(*mine, mask), step(*mine, mask))
+    context, rotate = method(rotate)
+    with context:
+        return relative_l2(compiled(*mine, mask), step(*mine, mask))
 
 
 @torch.no_grad()
@@ -225,31 +240,35 @@ def wrong_twin_worker(twin) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def memory_worker() -> tuple[int, int]:
-    """Most bytes of keys and values beside the rank's own at a time, and those of one part."""
+def memory_worker(rotate) -> tuple[int, int]:
+    """Most bytes of keys and values of a ring of 4 at a time, arrived or coming, and those of one part."""
     cp, ring_axis, ulysses_axis = axes(4, 1)
-    layout = Layout((24,), ring_axis, ulysses_axis)
-    mine = [layout.take(x, 1, layout.rank) for x in tensors((24,), 4, 4, 1)]
-    held, most = [], 0
-    original = attention_parallel.pass_on
+    layout = Layout((48,), ring_axis, ulysses_axis)
+    mine = [layout.take(x, 1, layout.rank) for x in tensors((48,), 8, 8, 1)]
+    name = "pass_on" if rotate == "p2p" else "begin_all_gather"
+    held, most, original = [], 0, getattr(attention_parallel, name)
 
-    def watched(x, incoming, *where):
+    def watched(x, incoming_or_world, *where):
         nonlocal most
-        arrive = original(x, incoming, *where)
+        arrive = original(x, incoming_or_world, *where)
 
         def wait():
             message = arrive()
             held.append(weakref.ref(message))
             return message
 
-        # What is passed on, what comes, and whatever earlier message was kept by mistake.
-        earlier = {message.data_ptr(): message.numel() for ref in held if (message := ref()) is not None}
-        earlier[x.data_ptr()] = x.numel()
-        most = max(most, (sum(earlier.values()) + incoming) * x.element_size())
+        # What arrived, also what was kept of it by mistake, and what comes. Gloo's thread lets go a little late.
+        time.sleep(0.1)
+        alive = {message.data_ptr(): message.numel() for ref in held if (message := ref()) is not None}
+        if name == "pass_on":
+            alive[x.data_ptr()] = x.numel()
+        coming = incoming_or_world * (1 if name == "pass_on" else x.numel())
+        most = max(most, (sum(alive.values()) + coming) * x.element_size())
         return wait
 
-    with patch.object(attention_parallel, "pass_on", watched):
-        attention(*mine, None, None, False, layout, cp, choose)
+    context, rotate = method(rotate)
+    with context, patch.object(attention_parallel, name, watched):
+        attention(*mine, None, None, False, layout, cp, choose, rotate)
     return most, 2 * mine[1].numel() * mine[1].element_size()
 
 
