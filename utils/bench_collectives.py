@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_flux import Clock, versions
+from bench_transformer import Clock, versions
 
 import diffusers_rocm
 

@@ -1,14 +1,15 @@
-"""Step time and memory of FLUX.1-dev's real shape with random bf16 weights, ours beside the peers, in one run.
+"""Step time and memory of a transformer's real shape with random bf16 weights, ours beside the peers, in one run.
 
-    torchrun --nproc_per_node=4 utils/bench_flux.py single tp diffusers-tp single+c tp+c diffusers-tp+c
+    torchrun --nproc_per_node=4 utils/bench_transformer.py single tp diffusers-tp single+c tp+c diffusers-tp+c
+    torchrun --nproc_per_node=4 utils/bench_transformer.py --model hunyuan-video --double 2 --single 4 ring4 ulysses4
 
 A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the whole step as a CUDA graph. NAME is `single`
 (one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step),
 `diffusers-tp` (DTensor, diffusers 0.40 or later), or context parallelism: `ring4`, `ulysses4`, `ring2ulysses2`, with
 `-allgather` after it for the other way round the ring, and `diffusers-` before it for diffusers' own. `@BACKEND` at
 the end of a name sets diffusers' attention backend. The speed-up of a mode is over the `single` of the same flags, so
-name that first; the error is against the same weights and inputs in float32. `--resolution`, `--double`, `--single`,
-`--dtype` and `--width` change the shape, so that the script can be tried on a CPU. One forward is one step.
+name that first; the error is against the same weights and inputs in float32. One forward is one step. `--resolution`,
+`--double`, `--single`, `--dtype` and `--width` change the shape, so that the script can be tried on a CPU.
 """
 
 import argparse
@@ -19,24 +20,76 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 import diffusers_rocm
 
 
-def build(args: argparse.Namespace, device: torch.device) -> FluxTransformer2DModel:
+def flux(args: argparse.Namespace) -> torch.nn.Module:
+    return FluxTransformer2DModel(
+        guidance_embeds=True,
+        num_layers=args.double,
+        num_single_layers=args.single,
+        num_attention_heads=args.width // 128,
+    )
+
+
+def flux_inputs(args: argparse.Namespace, randn, device: torch.device) -> dict:
+    side = (args.resolution or 1024) // 16
+    ids = torch.zeros(side, side, 3, device=device, dtype=args.dtype)
+    ids[..., 1] += torch.arange(side, device=device)[:, None]
+    ids[..., 2] += torch.arange(side, device=device)[None]
+    return {
+        "hidden_states": randn(1, side * side, 64),
+        "encoder_hidden_states": randn(1, args.text or 512, 4096),
+        "pooled_projections": randn(1, 768),
+        "timestep": torch.tensor([0.5], device=device, dtype=args.dtype),
+        "guidance": torch.tensor([4.0], device=device),  # exact in bf16 after the model's factor of 1000
+        "img_ids": ids.reshape(-1, 3),
+        "txt_ids": torch.zeros(args.text or 512, 3, device=device, dtype=args.dtype),
+    }
+
+
+def hunyuan_video(args: argparse.Namespace) -> torch.nn.Module:
+    return HunyuanVideoTransformer3DModel(
+        num_layers=args.double, num_single_layers=args.single, num_attention_heads=args.width // 128
+    )
+
+
+def hunyuan_video_inputs(args: argparse.Namespace, randn, device: torch.device) -> dict:
+    """16 / 9 of the resolution by the resolution (720 if not given), 129 frames; half of the text is padding."""
+    height, text = (args.resolution or 720) // 8, args.text or 256
+    mask = torch.zeros(1, text, device=device, dtype=torch.bool)
+    mask[:, : text // 2] = True
+    return {
+        "hidden_states": randn(1, 16, (args.frames - 1) // 4 + 1, height, height * 16 // 9),
+        "encoder_hidden_states": randn(1, text, 4096),
+        "encoder_attention_mask": mask,
+        "pooled_projections": randn(1, 768),
+        "timestep": torch.tensor([500], device=device),
+        "guidance": torch.tensor([6000.0], device=device, dtype=args.dtype),
+    }
+
+
+# The module, its inputs, and the blocks of the real model.
+MODELS = {
+    "flux": (flux, flux_inputs, (19, 38)),
+    "hunyuan-video": (hunyuan_video, hunyuan_video_inputs, (20, 40)),
+}
+
+
+def build(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The model with random weights that are equal on every rank, made on the device itself."""
     with torch.device("meta"):
-        heads = args.width // 128
-        model = FluxTransformer2DModel(
-            guidance_embeds=True, num_layers=args.double, num_single_layers=args.single, num_attention_heads=heads
-        )
+        model = MODELS[args.model][0](args)
     model = model.to(args.dtype).to_empty(device=device).eval().requires_grad_(False)
     generator = torch.Generator(device=device).manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -51,30 +104,17 @@ def build(args: argparse.Namespace, device: torch.device) -> FluxTransformer2DMo
 
 def inputs(args: argparse.Namespace, device: torch.device) -> dict:
     generator = torch.Generator(device=device).manual_seed(1)
-    side = args.resolution // 16
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=args.dtype)
 
-    ids = torch.zeros(side, side, 3, device=device, dtype=args.dtype)
-    ids[..., 1] += torch.arange(side, device=device)[:, None]
-    ids[..., 2] += torch.arange(side, device=device)[None]
-    return {
-        "hidden_states": randn(1, side * side, 64),
-        "encoder_hidden_states": randn(1, args.text, 4096),
-        "pooled_projections": randn(1, 768),
-        "timestep": torch.tensor([0.5], device=device, dtype=args.dtype),
-        "guidance": torch.tensor([4.0], device=device),  # exact in bf16 after the model's factor of 1000
-        "img_ids": ids.reshape(-1, 3),
-        "txt_ids": torch.zeros(args.text, 3, device=device, dtype=args.dtype),
-        "return_dict": False,
-    }
+    return {**MODELS[args.model][1](args, randn, device), "return_dict": False}
 
 
 CONTEXT = re.compile(r"(diffusers-)?(?:ring(\d+))?(?:ulysses(\d+))?(-allgather)?")
 
 
-def enable(name: str, model: FluxTransformer2DModel) -> None:
+def enable(name: str, model: torch.nn.Module) -> None:
     if name in ("tp", "tp-gather-each"):
         model.enable_parallelism(config=diffusers_rocm.TensorParallelConfig(tp=dist.get_world_size()))
         for hook in model.parallelism.hooks if name == "tp-gather-each" else ():
@@ -149,7 +189,8 @@ def capture(step):
 def float32_reference(args: argparse.Namespace, device: torch.device) -> torch.Tensor:
     """The same weights and inputs, all arithmetic in float32."""
     model = build(args, device).float()
-    kwargs = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in inputs(args, device).items()}
+    given = inputs(args, device).items()
+    kwargs = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given}
     return model(**kwargs)[0]
 
 
@@ -158,6 +199,7 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[
     name, *flags = mode.split("+")
     model, kwargs, clock = build(args, device), inputs(args, device), Clock(device)
     name, _, backend = name.partition("@")
+    _AttentionBackendRegistry.set_active_backend("native")  # an earlier mode may have set it for the process
     if backend:
         model.set_attention_backend(backend)
     enable(name, model)
@@ -199,20 +241,26 @@ def versions() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modes", nargs="+")
-    parser.add_argument("--resolution", type=int, default=1024)
-    parser.add_argument("--double", type=int, default=19, help="double-stream blocks")
-    parser.add_argument("--single", type=int, default=38, help="single-stream blocks")
+    parser.add_argument("--model", choices=MODELS, default="flux")
+    parser.add_argument("--resolution", type=int, help="default: 1024; 720 for video")
+    parser.add_argument("--frames", type=int, default=129, help="of a video")
+    parser.add_argument("--double", type=int, help="double-stream blocks; default: the model's")
+    parser.add_argument("--single", type=int, help="single-stream blocks; default: the model's")
     parser.add_argument("--width", type=int, default=3072)
-    parser.add_argument("--text", type=int, default=512, help="text tokens")
+    parser.add_argument("--text", type=int, help="text tokens; default: 512; 256 for video")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--no-error", action="store_true", help="leave out the float32 reference, and the error")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
+    double, single = MODELS[args.model][2]
+    args.double = double if args.double is None else args.double
+    args.single = single if args.single is None else args.single
     device = diffusers_rocm.init()
     rank = dist.get_rank()
 
-    reference, base, rows = float32_reference(args, device), {}, []
+    reference, base, rows = None if args.no_error else float32_reference(args, device), {}, []
     free(device)
     for mode in args.modes:
         started = time.time()
@@ -221,22 +269,23 @@ def main() -> None:
         if name == "single":
             base["+".join(flags)] = row["ms"]
         row["speedup"] = base.get("+".join(flags), math.nan) / row["ms"]
-        row["error"] = ((output.float() - reference).norm() / reference.norm()).item()
+        if reference is not None:
+            row["error"] = ((output.float() - reference).norm() / reference.norm()).item()
         rows.append(row)
         if rank == 0:
             print(
                 f"{mode:34s} {row['ms']:8.2f} ms ({row['ms_min']:.2f} to {row['ms_max']:.2f})  "
                 f"{row['speedup']:5.2f}x  peak {max(row['peak_gib']):6.2f} GiB a rank  "
-                f"error against float32 {row['error']:.2e}  [{time.time() - started:.0f} s]",
+                f"error against float32 {row.get('error', math.nan):.2e}  [{time.time() - started:.0f} s]",
                 flush=True,
             )
         del output
         free(device)
         torch._dynamo.reset()
     if rank == 0 and args.out:
-        shape = {key: getattr(args, key) for key in ("resolution", "double", "single", "width", "text")}
-        content = {"command": f"utils/bench_flux.py {' '.join(args.modes)}", "versions": versions()}
-        args.out.write_text(json.dumps({**content, "shape": shape, "rows": rows}, indent=2) + "\n")
+        command = f"utils/bench_transformer.py {' '.join(sys.argv[1:])}"
+        content = {"command": command.partition(" --out")[0], "versions": versions()}
+        args.out.write_text(json.dumps({**content, "rows": rows}, indent=2) + "\n")
     # Graphs that captured collectives must be gone before their process group is.
     reference = None
     gc.collect()
