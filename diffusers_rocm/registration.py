@@ -34,11 +34,13 @@ _originals: list[tuple[Any, Any, Any]] = []
 def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
     from diffusers import ModelMixin
+    from diffusers.hooks.first_block_cache import FBCHeadBlockHook
     from diffusers.loaders import PeftAdapterMixin
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
     from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
 
+    from .hooks.first_block_cache import wrap_new_forward
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
 
@@ -58,6 +60,8 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         yield registry._backends, backend, functools.partial(our_attention.wrap_backend, backend)
         yield registry._supported_arg_names, backend, our_attention.wrap_argument_names
     yield ModelMixin, "set_attention_backend", ours.wrap_set_attention_backend
+    # All versions: ranks that hold different tokens must decide alike.
+    yield FBCHeadBlockHook, "new_forward", wrap_new_forward
     # 0.37 to 0.39: diffusers' own ring takes the shape of the log-sum-exp from the version of torch.
     if Version(diffusers.__version__) < Version("0.40"):
         for name in vars(attention_dispatch):

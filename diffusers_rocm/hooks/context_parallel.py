@@ -19,7 +19,7 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
-from ..models.plans.context_plan import ContextParallelPlan
+from ..models.plans.context_plan import ContextParallelPlan, LeadingTokens
 from ..models.plans.plan import match
 
 
@@ -56,6 +56,11 @@ class SequenceSplit:
                 f"of at most {length}"
             )
         return Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+
+    def leading(self, count: int) -> int:
+        """How many of the first `count` tokens of the main stream this rank holds."""
+        ((start, stop),) = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses).runs(self.cp.rank)
+        return min(max(count - start, 0), stop - start)
 
     def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
         """`x` of all ranks, along `how.gather_dim`."""
@@ -178,6 +183,16 @@ def attention_modules(model: nn.Module, plan: ContextParallelPlan) -> Iterator[t
             yield path, module
 
 
+def split_of(module: nn.Module) -> SequenceSplit | None:
+    """The split that the attention of `module` goes through, if any."""
+    for child in module.modules():
+        processor = getattr(child, "processor", None)
+        for found in (getattr(processor, "_parallel_config", None), getattr(processor, "sequence_split", None)):
+            if isinstance(found, SequenceSplit):
+                return found
+    return None
+
+
 def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     """Hang a split on its model; each of what is returned has a `remove()`.
 
@@ -193,7 +208,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     for rule, modules in found.items():
         for path, module in modules:
             taken = inspect.signature(module.forward).parameters
-            unknown = ", ".join(key for key in _inputs(plan.modules[rule]) if key not in taken)
+            unknown = ", ".join(key for key in _inputs(module, plan.modules[rule]) if key not in taken)
             if unknown:
                 raise ValueError(
                     f"the context-parallel plan splits {unknown}, which {path or name}'s forward does not take"
@@ -245,16 +260,20 @@ def _map_output(function: Callable[[Tensor], Tensor]) -> Callable:
     return hook
 
 
-def _inputs(how: Any) -> dict[str, ContextParallelInput]:
+def _inputs(module: nn.Module, how: Any) -> dict[str, ContextParallelInput | LeadingTokens]:
+    """The arguments that the plan names; without the counts that a block swallows unnamed."""
     if isinstance(how, ContextParallelOutput):
         return {}
-    return {key: each for key, each in how.items() if isinstance(key, str)}
+    taken = inspect.signature(module.forward).parameters
+    swallows = any(each.kind == each.VAR_POSITIONAL for each in taken.values())
+    named = {key: each for key, each in how.items() if isinstance(key, str)}
+    return {k: v for k, v in named.items() if not (isinstance(v, LeadingTokens) and swallows and k not in taken)}
 
 
 def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) -> list[RemovableHandle]:
     if isinstance(how, ContextParallelOutput):
         return [module.register_forward_hook(_map_output(lambda x: split.gather(x, how, f"the output of {path}")))]
-    inputs = _inputs(how)
+    inputs = _inputs(module, how)
     outputs = {key: each for key, each in how.items() if isinstance(key, int)}
     hooks = []
     if inputs:
@@ -274,6 +293,9 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: S
             if where is values and index >= len(values) or where[index] is None:
                 continue
             value = where[index]
+            if isinstance(how, LeadingTokens):
+                where[index] = split.leading(value)
+                continue
             if key in split.plan.streams:
                 split.lengths[key] = value.shape[how.split_dim]
             where[index] = _map_tensors(value, lambda x, how=how, key=key: split.split(x, how, f"{path}'s {key}"))

@@ -22,7 +22,8 @@ class SynchronisedInputs:
     def __init__(self, model: nn.Module, axis: Axis):
         self._axis, self._name = axis, type(model).__name__
         self.unchecked = True
-        self._hook = model.register_forward_pre_hook(self._synchronise, with_kwargs=True)
+        # Before any hook that gives each rank its own part of them.
+        self._hook = model.register_forward_pre_hook(self._synchronise, with_kwargs=True, prepend=True)
 
     def remove(self) -> None:
         self._hook.remove()

@@ -3,16 +3,23 @@
 import os
 import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from diffusers import ContextParallelConfig as DiffusersConfig
-from diffusers import FluxTransformer2DModel, HeliosTransformer3DModel, SD3Transformer2DModel
+from diffusers import (
+    FluxTransformer2DModel,
+    HeliosTransformer3DModel,
+    LTX2VideoTransformer3DModel,
+    SD3Transformer2DModel,
+)
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from parameterized import parameterized
@@ -152,7 +159,25 @@ def errors_worker() -> dict[str, str]:
     messages["helios"] = message_of(
         HeliosTransformer3DModel.enable_parallelism, helios, config=ContextParallelConfig(3)
     )
+    ltx2 = object.__new__(LTX2VideoTransformer3DModel)
+    torch.nn.Module.__init__(ltx2)
+    messages["ltx2"] = message_of(
+        LTX2VideoTransformer3DModel.enable_parallelism, ltx2, config=ContextParallelConfig(3)
+    )
     return messages
+
+
+@torch.no_grad()
+def from_pretrained_worker(folder: str) -> tuple[float, str]:
+    """diffusers 0.41 and later fail here with an AttributeError under their own config."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    loaded = config.model_class.from_pretrained(folder, parallel_config=ContextParallelConfig(2))
+    error = relative_l2(config.get_output(loaded, inputs), config.get_output(model, inputs))
+    return error, str(loaded.parallelism.config)
 
 
 class OwnAttention(JointAttnProcessor2_0):
@@ -230,11 +255,17 @@ class TestEnableContextParallelism(unittest.TestCase):
             ("dims", "txt_ids should have 2 dims, and its shape is [1, 11, 3]"),
             ("after errors", "True"),
             ("helios", "plan of HeliosTransformer3DModel names blocks."),
+            ("ltx2", "diffusers' context-parallel plan of LTX2VideoTransformer3DModel is wrong: it splits the text"),
         ]
     )
     def test_message(self, name, part):
         for messages in self.messages:
             assert part in messages[name], messages[name]
+
+    def test_from_pretrained(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for error, config in run_ranks(2, from_pretrained_worker, folder):
+                assert error <= FLOAT32_BAR and "ring_degree=2" in config, (error, config)
 
     def test_attention_past_the_schedules_is_no_picture(self):
         for message in run_ranks(2, past_the_schedules_worker):

@@ -31,6 +31,12 @@ CONTEXT_PARALLEL_PLANS: dict[str, ContextParallelPlan] = {
 }
 
 
+# diffusers' own plans that cannot be used, and why.
+REFUSED_CONTEXT_PARALLEL_PLANS = {
+    "LTX2VideoTransformer3DModel": "it splits the text, to which audio attends too (huggingface/diffusers#14316)",
+}
+
+
 def get_tensor_parallel_plan(model: nn.Module) -> TensorParallelPlan:
     """The plan for the model's very class, never for one with a similar name.
 
@@ -48,9 +54,14 @@ def get_context_parallel_plan(model: nn.Module, cp_plan: Mapping[str, Any] | Non
     """The plan for the model's class: ours, else diffusers' `_cp_plan`; `cp_plan` takes the place of its modules.
 
     Raises:
-        ValueError: there is none; names the nearest classes that have one.
+        ValueError: there is none, or one of diffusers' that is wrong; names the nearest classes that have one.
     """
     name = type(model).__name__
+    if cp_plan is None and name in REFUSED_CONTEXT_PARALLEL_PLANS:
+        reason = REFUSED_CONTEXT_PARALLEL_PLANS[name]
+        raise ValueError(
+            f"diffusers' context-parallel plan of {name} is wrong: {reason}; pass a right one as cp_plan="
+        )
     cp_plan = cp_plan or (None if name in CONTEXT_PARALLEL_PLANS else getattr(model, "_cp_plan", None))
     plan = CONTEXT_PARALLEL_PLANS.get(name)
     if cp_plan is not None:

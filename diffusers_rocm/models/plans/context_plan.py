@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
 
-# What diffusers' `_cp_plan` maps a module's path to.
-ModulePlan = Mapping[str | int, ContextParallelInput] | ContextParallelOutput
+class LeadingTokens:
+    """An argument that counts the main stream's first tokens, which the model treats apart.
+
+    A block that takes any arguments and does not name it has no use for it.
+    """
+
+
+# What diffusers' `_cp_plan` maps a module's path to, and counts.
+ModulePlan = Mapping[str | int, ContextParallelInput | LeadingTokens] | ContextParallelOutput
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,8 @@ class ContextParallelPlan:
     Attributes:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
-            so is a tensor with fewer dims than expected. A list of tensors is split item by item.
+            so is a tensor with fewer dims than expected. A list of tensors is split item by item. Hooks run in the
+            order of the rules.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.

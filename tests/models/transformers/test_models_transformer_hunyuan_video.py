@@ -47,3 +47,16 @@ class TestHunyuanVideoTransformerContextParallel(
     HunyuanVideoTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
 ):
     pass
+
+
+class HunyuanVideoTokenReplaceTransformerTesterConfig(HunyuanVideoTransformerTesterConfig):
+    """Image to video: the first frame's 15 of 45 tokens are modulated by themselves."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "image_condition_type": "token_replace"}
+
+
+class TestHunyuanVideoTokenReplaceTransformerContextParallel(
+    HunyuanVideoTokenReplaceTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
+):
+    pass

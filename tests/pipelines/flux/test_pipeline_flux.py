@@ -8,6 +8,7 @@ import sys
 import unittest
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from parameterized import parameterized
 
-from diffusers_rocm import TensorParallelConfig, parallelize
+from diffusers_rocm import ContextParallelConfig, TensorParallelConfig, parallelize
 from diffusers_rocm.distributed.sharding import Block, Shard
 from diffusers_rocm.hooks.rank_guard import SynchronisedInputs
 from diffusers_rocm.models.plans import get_tensor_parallel_plan
@@ -55,6 +56,12 @@ def answers_worker(tp: int, prompts: list[str]) -> list[tuple]:
     pipe = load()
     parallelize(pipe, TensorParallelConfig(tp=tp))
     return [tuple(read_picture(image)) for image in draw(pipe, prompts)]
+
+
+def context_worker(ring: int, ulysses: int, prompts: list[str]) -> list:
+    pipe = load()
+    parallelize(pipe, ContextParallelConfig(ring, ulysses))
+    return draw(pipe, prompts)
 
 
 def naive_worker(tp: int, prompts: list[str]) -> int:
@@ -207,6 +214,15 @@ class TestEmbeddedFlux(unittest.TestCase):
             for answers in run_ranks(tp, answers_worker, tp, prompts):
                 different = [(p, a, b) for p, a, b in zip(prompts, single, answers, strict=True) if a != b]
                 assert not different, different
+
+    @parameterized.expand([(2, 1), (1, 2), (2, 2)])
+    def test_demo_pictures_with_a_split_sequence(self, ring, ulysses):
+        prompts = (Path(__file__).parents[3] / "utils" / "demo_prompts.txt").read_text().splitlines()
+        single = draw(load(), prompts)
+        for pictures in run_ranks(ring * ulysses, context_worker, ring, ulysses, prompts):
+            for picture, want, prompt in zip(pictures, single, prompts, strict=True):
+                difference = np.abs(np.asarray(picture, dtype=int) - np.asarray(want, dtype=int))
+                assert matches(picture, prompt) and difference.max() <= 1, (prompt, difference.max())
 
     def test_naive_slices_draw_noise(self):
         for right in run_ranks(2, naive_worker, 2, held_out_prompts(8)):
