@@ -279,13 +279,13 @@ def main() -> None:
                 f"error against float32 {row.get('error', math.nan):.2e}  [{time.time() - started:.0f} s]",
                 flush=True,
             )
+        if rank == 0 and args.out:
+            command = f"utils/bench_transformer.py {' '.join(sys.argv[1:])}".partition(" --out")[0]
+            content = {"command": command, "versions": versions(), "rows": rows}
+            args.out.write_text(json.dumps(content, indent=2) + "\n")
         del output
         free(device)
         torch._dynamo.reset()
-    if rank == 0 and args.out:
-        command = f"utils/bench_transformer.py {' '.join(sys.argv[1:])}"
-        content = {"command": command.partition(" --out")[0], "versions": versions()}
-        args.out.write_text(json.dumps({**content, "rows": rows}, indent=2) + "\n")
     # Graphs that captured collectives must be gone before their process group is.
     reference = None
     gc.collect()

@@ -22,15 +22,16 @@ def read(name: str) -> dict:
 
 def source(run: dict, name: str) -> str:
     versions = run["versions"]
+    ranks = versions["device"].split()[0]
     return (
-        f"`torchrun --nproc_per_node=4 {run['command']}`; {versions['device']}, torch {versions['torch']}, diffusers "
-        f"{versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{name}.json`)."
+        f"`torchrun --nproc_per_node={ranks} {run['command']}`; {versions['device']}, torch {versions['torch']}, "
+        f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{name}.json`)."
     )
 
 
-def flux_tp4(modes: tuple[str, ...] = ()) -> str:
-    """All modes of the run, or the ones named."""
-    run = read("flux_tp4_4xh200")
+def modes_table(name: str, modes: tuple[str, ...] = ()) -> str:
+    """All modes of a run of bench_transformer.py, or the ones named."""
+    run = read(name)
     lines = ["| mode | ms a step | over one GPU in the same mode | peak GiB a rank | error |", "|---|---|---|---|---|"]
     for row in run["rows"]:
         if modes and row["mode"] not in modes:
@@ -39,7 +40,7 @@ def flux_tp4(modes: tuple[str, ...] = ()) -> str:
             f"| `{row['mode']}` | {row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak_gib']):.2f} "
             f"| {row['error']:.2e} |"
         )
-    return "\n".join([*lines, "", source(run, "flux_tp4_4xh200")])
+    return "\n".join([*lines, "", source(run, name)])
 
 
 def collectives() -> str:
@@ -62,8 +63,9 @@ def flux_bytes() -> str:
 
 SHORT = ("single", "diffusers-tp", "tp", "single+c", "diffusers-tp+c", "tp+c")
 TABLES = {
-    "flux_tp4": flux_tp4,
-    "flux_tp4_short": lambda: flux_tp4(SHORT),
+    "flux_tp4": lambda: modes_table("flux_tp4_4xh200"),
+    "flux_tp4_short": lambda: modes_table("flux_tp4_4xh200", SHORT),
+    "flux_context_2": lambda: modes_table("flux_1024_2xh200"),
     "flux_bytes": flux_bytes,
     "collectives": collectives,
 }
