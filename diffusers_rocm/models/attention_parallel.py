@@ -239,16 +239,18 @@ def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from attention over each: `(out, lse)`.
+    """Attention over two sets of keys, from attention over each: `(out, lse)` in float32 (float64 for float64).
 
-    The weight of the part is its share of the softmax' denominator, `sigmoid(part_lse - lse)`.
+    The weight of each is its share of the softmax' denominator, `sigmoid` of the difference of the two `lse`.
 
     Args:
-        out: [B, S, H, D] in the dtype to accumulate in, overwritten; part: [B, S, H, D].
+        out: [B, S, H, D], overwritten if it is in that dtype already; part: [B, S, H, D].
         lse, part_lse: [B, S, H]; -inf where there was no key.
     """
-    share = torch.sigmoid(part_lse - lse).nan_to_num(0)  # neither has a key
-    return out.lerp_(part.to(out.dtype), share[..., None]), torch.logaddexp(lse, part_lse)
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    shares = (torch.sigmoid(lse - part_lse), torch.sigmoid(part_lse - lse))
+    kept, added = (share.nan_to_num(0)[..., None] for share in shares)  # neither has a key
+    return out.mul_(kept).addcmul_(part, added), torch.logaddexp(lse, part_lse)
 
 
 def _ring(
@@ -281,14 +283,12 @@ def _ring(
         columns = None if mask is None else mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
         # No name for keys and values, which would keep this message beyond the next.
         part, part_lse = KERNELS[kernel](q, *_keys_of(message, q.shape[2]), columns, scale)
-        if out is None:
-            accumulated = torch.promote_types(q.dtype, torch.float32)
-            out, lse = part.to(accumulated, copy=True, memory_format=torch.contiguous_format), part_lse
-        else:
-            out, lse = merge(out, lse, part, part_lse)
+        if hop == world - 1:
+            message = arrive = None  # both hold the last keys and values, and merging needs room
+        out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse)
         if hop < world - 1:
             message = arrive().view(lengths[next_owner], *message.shape[1:])
-    return out.to(q.dtype)
+    return out.to(q.dtype).contiguous()
 
 
 def _gathered(
