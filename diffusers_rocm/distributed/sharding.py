@@ -21,7 +21,8 @@ class Block:
 
     def bounds(self, rank: int, world: int) -> tuple[int, int]:
         """`(start, stop)` of the part that `rank` of `world` keeps; if uneven, the first ranks take one unit more."""
-        count, extra = divmod(self.size // self.unit, world)
+        units = self.size // self.unit
+        count, extra = units // world, units % world  # divmod is not traced with symbolic sizes
         start = rank * count + min(rank, extra)
         stop = start + count + (rank < extra)
         return start * self.unit, stop * self.unit

@@ -35,8 +35,8 @@ class SequenceSplit:
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
 
-    def split(self, x: Tensor, how: ContextParallelInput, what: str) -> Tensor:
-        """This rank's run of `x` along `how.split_dim`.
+    def split(self, x: Tensor, how: ContextParallelInput, what: str, stream: bool = False) -> Tensor:
+        """This rank's run of `x` along `how.split_dim`; all of it if that is one element, and no stream of tokens.
 
         Raises:
             ValueError: more dims than expected, or fewer tokens than ranks.
@@ -48,7 +48,7 @@ class SequenceSplit:
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
             )
         length = x.shape[how.split_dim]
-        if length == 1:
+        if length == 1 and not stream:
             return x
         if length < self.cp.size:
             raise ValueError(
@@ -112,6 +112,13 @@ class SequenceSplit:
             return kernel
 
         layout = self.layout(q.shape[1], k.shape[1])
+        whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
+        if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
+            raise ValueError(
+                f"{self.name}: this attention depends on whether text or image comes first, which a cp_plan in "
+                "diffusers' format does not say; pass a plan of diffusers_rocm.models.plans.context_plan, with its "
+                "streams in order"
+            )
         return attention(q, k, v, mask, scale, is_causal, layout, self.cp, choose, self.rotate_method)
 
 
@@ -296,9 +303,11 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: S
             if isinstance(how, LeadingTokens):
                 where[index] = split.leading(value)
                 continue
-            if key in split.plan.streams:
+            stream = key in split.plan.streams
+            if stream:
                 split.lengths[key] = value.shape[how.split_dim]
-            where[index] = _map_tensors(value, lambda x, how=how, key=key: split.split(x, how, f"{path}'s {key}"))
+            apart = functools.partial(split.split, how=how, what=f"{path}'s {key}", stream=stream)
+            where[index] = _map_tensors(value, apart)
         return tuple(values), kwargs
 
     return hook
@@ -316,6 +325,12 @@ def _split_outputs(path: str, outputs: dict[int, ContextParallelInput], split: S
     return hook
 
 
+def _may_be_cached(module: nn.Module) -> bool:
+    """A cache of diffusers that answers for the whole module by the number of the step, the same on all ranks."""
+    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    return any("cache" in name or "broadcast" in name for name in hooks)
+
+
 def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[RemovableHandle]:
     """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
 
@@ -323,7 +338,7 @@ def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[Remo
         split.reached = False
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
-        if not split.reached:
+        if not split.reached and not _may_be_cached(module):
             raise ValueError(
                 f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over "
                 "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"

@@ -1,5 +1,7 @@
 """Configs, and the one place where a config becomes a validated DeviceMesh."""
 
+from typing import Any
+
 import diffusers
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -7,6 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..distributed import default_device_type
 from ..distributed.axis import Axis
 from ..registration import TensorParallelConfigBase
+
+
+_meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+_meshes_of: list[Any] = [None]
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of all ranks, made once in the life of their process group: every group costs buffers and threads."""
+    if _meshes_of[0] is not dist.group.WORLD:
+        _meshes.clear()
+        _meshes_of[0] = dist.group.WORLD
+    if (shape, names) not in _meshes:
+        _meshes[shape, names] = init_device_mesh(default_device_type(), shape, mesh_dim_names=names)
+    return _meshes[shape, names]
 
 
 class TensorParallelConfig(TensorParallelConfigBase):
@@ -69,7 +85,7 @@ class TensorParallelConfig(TensorParallelConfigBase):
                 f'mesh=init_device_mesh(device_type, (n, {self.tp}), mesh_dim_names=("dp", "tp")) with n * {self.tp} '
                 f"= {world}"
             )
-        return Axis.from_mesh(init_device_mesh(default_device_type(), (world,), mesh_dim_names=("tp",)), "tp")
+        return Axis.from_mesh(_mesh((world,), ("tp",)), "tp")
 
 
 def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -94,7 +110,7 @@ class ContextParallelConfig(diffusers.ContextParallelConfig):
         ulysses_degree: ranks that trade their tokens for heads (Jacobs et al., 2023), inside the ring; at most the
             number of heads.
         rotate_method: `"p2p"` passes keys and values on while the rank computes, and holds two parts of them;
-            `"allgather"` gathers them first, and computes once.
+            `"allgather"` gathers those of some heads while it computes with those before.
         mesh: a `DeviceMesh` with axes named `"ring"` and `"ulysses"`, or one of them; the degrees follow from it.
             Without it the mesh is made of all ranks.
         convert_to_fp32: accepted as diffusers does; parts are always merged in float32.
@@ -125,6 +141,8 @@ class ContextParallelConfig(diffusers.ContextParallelConfig):
             names = mesh.mesh_dim_names or ()
             if not {"ring", "ulysses"} & set(names):
                 raise ValueError(f'a mesh needs an axis named "ring" or "ulysses"; this one has {names or "no names"}')
+            if {"ring", "ulysses"} <= set(names) and names.index("ring") > names.index("ulysses"):
+                raise ValueError(f"a mesh needs its ring outside its ulysses axis; the order of this one is {names}")
             for name, degree in degrees.items():
                 size = mesh[name].size() if name in names else 1
                 if degree not in (None, size):
@@ -163,11 +181,11 @@ class ContextParallelConfig(diffusers.ContextParallelConfig):
                     f"{degrees}, but {world} rank(s) were started; make them equal, or pass a mesh with axes named "
                     '"ring" and "ulysses"'
                 )
-            mesh = init_device_mesh(default_device_type(), (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+            mesh = _mesh((ring, ulysses), ("ring", "ulysses"))
         names = [name for name in ("ring", "ulysses") if name in mesh.mesh_dim_names]
         single = {name: Axis.single(name) for name in ("ring", "ulysses")}
         axes = single | {name: Axis.from_mesh(mesh[name], name) for name in names}
-        both = mesh["ring", "ulysses"]._flatten("context") if len(names) == 2 else mesh[names[0]]
+        both = mesh["ring", "ulysses"]._flatten("diffusers_rocm_context") if len(names) == 2 else mesh[names[0]]
         return Axis.from_mesh(both, "context"), axes["ring"], axes["ulysses"]
 
 

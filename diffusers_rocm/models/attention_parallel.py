@@ -226,6 +226,8 @@ def _attention_over_ring(
     # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
     compiling, name, group = torch.compiler.is_compiling(), kernel.name, ring.group.group_name
     if rotate_method == "p2p":
+        if mask is not None and mask.is_floating_point():
+            q, mask = _lift(q, mask)
         run = _ring_op if compiling else _ring
         return run(q, k, v, mask, scale, name, lengths, ring.rank, group)
     run = _gathered_op if compiling else _gathered
@@ -395,6 +397,18 @@ def _causal_mask(layout: Layout, device: torch.device) -> Tensor:
     position = torch.arange(sum(layout.streams), device=device)
     keys = torch.cat([layout.take(position, 0, rank) for rank in range(layout.world)])
     return (keys[None] <= layout.take(position, 0, layout.rank)[:, None])[None, None]
+
+
+def _lift(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of an additive mask that have nothing but very negative numbers, raised to zero: softmax does not change.
+
+    In the log-sum-exp, by which parts are merged, the number of keys would drown in them. Beside -1e8 and less the
+    scores drown as well, in one process too, and leave every key the same weight.
+    """
+    top = mask.amax(-1, keepdim=True)
+    finite = ~top.isinf()
+    q = q.masked_fill(((top < -1e8) & finite).transpose(1, 2), 0)
+    return q, mask - torch.where((top < -1e3) & finite, top, 0)
 
 
 def _combine(mask: Tensor, causal: Tensor) -> Tensor:

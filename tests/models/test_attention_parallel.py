@@ -48,7 +48,12 @@ def full_mask(kind: str, streams, heads: int, batch: int):
         "rows": (1, 1, length, length),
         "rows, every head": (batch, heads, length, length),
         "rows, additive": (batch, 1, length, length),
+        "rows of the least number": (1, 1, length, length),
     }[kind]
+    if kind == "rows of the least number":
+        mask = torch.zeros(shape)
+        mask[..., ::5, :] = torch.finfo(torch.float32).min
+        return mask
     if "additive" in kind:
         return torch.randn(shape, generator=generator)
     mask = torch.rand(shape, generator=generator) > 0.5
@@ -75,7 +80,12 @@ def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, c
     whole_mask = mask[:, None, None] if mask is not None and mask.ndim == 2 else mask
     if causal:
         triangle = torch.ones(sum(streams), sum(streams), dtype=torch.bool).tril()[None, None]
-        whole_mask = triangle if mask is None else whole_mask & triangle
+        if mask is None:
+            whole_mask = triangle
+        elif mask.dtype == torch.bool:
+            whole_mask = whole_mask & triangle
+        else:
+            whole_mask = whole_mask.masked_fill(~triangle, -math.inf)
     want = layout.take(reference(q, *expanded, whole_mask)[0], 1, layout.rank)
     if mask is not None and how == "local":
         mask = layout.take(mask, -1, layout.rank)
@@ -103,6 +113,7 @@ MASKS = [
     ("rows", "rows"),
     ("rows, every head", "global"),
     ("rows, additive", "rows"),
+    ("rows of the least number", "rows"),
 ]
 MASKED = [(2, 1, "p2p"), (3, 1, "p2p"), (2, 1, "at once"), (3, 1, "allgather"), (1, 3, "p2p"), (2, 2, "p2p")]
 
@@ -120,7 +131,7 @@ class TestSchedules(unittest.TestCase):
         for error in run_ranks(ring * ulysses, worker, ring, ulysses, (7, 18), 6, 6, 2, rotate, kind, how, False):
             assert error <= 1e-6, error
 
-    @parameterized.expand([(*split, kind) for split in MASKED for kind in (None, "keys")])
+    @parameterized.expand([(*split, kind) for split in MASKED for kind in (None, "keys", "keys, additive")])
     def test_causal(self, ring, ulysses, rotate, kind):
         for error in run_ranks(ring * ulysses, worker, ring, ulysses, (7, 18), 6, 6, 1, rotate, kind, "local", True):
             assert error <= 1e-6, error

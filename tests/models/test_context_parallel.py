@@ -18,16 +18,22 @@ from diffusers import (
     FluxTransformer2DModel,
     HeliosTransformer3DModel,
     LTX2VideoTransformer3DModel,
+    PyramidAttentionBroadcastConfig,
     SD3Transformer2DModel,
 )
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    dispatch_attention_fn,
+)
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.hooks.context_parallel import SequenceSplit
 from diffusers_rocm.models.attention_dispatch import wrap_backend
-from diffusers_rocm.models.plans.context_plan import gather, split
+from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 
 from ..testing_utils import relative_l2, run_ranks
 from .testing_utils.common import BaseModelTesterConfig, randn
@@ -116,6 +122,11 @@ def flux(**changes) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**{**FLUX_INIT, **changes}).eval()
 
 
+def dispatch_with_dropout(split) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    dispatch_attention_fn(x, x, x, dropout_p=0.1, parallel_config=split)
+
+
 def message_of(function, *args, **kwargs) -> str:
     with pytest.raises(ValueError) as caught:
         function(*args, **kwargs)
@@ -141,6 +152,8 @@ def errors_worker() -> dict[str, str]:
     messages["mesh"] = message_of(ContextParallelConfig, ring_degree=2, mesh=mesh)
     unnamed = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
     messages["other mesh"] = message_of(ContextParallelConfig, ring_degree=3, mesh=unnamed)
+    reversed_axes = init_device_mesh("cpu", (1, 3), mesh_dim_names=("ulysses", "ring"))
+    messages["order of axes"] = message_of(ContextParallelConfig, mesh=reversed_axes)
     for block in model.transformer_blocks:
         block.attn.processor._attention_backend = "flex"
     refuse("backend", ContextParallelConfig(3))
@@ -148,7 +161,10 @@ def errors_worker() -> dict[str, str]:
         block.attn.processor._attention_backend = None
 
     model.enable_parallelism(config=ContextParallelConfig(mesh=mesh))
+    attend = model.transformer_blocks[0].attn.processor._parallel_config
+    messages["dropout"] = message_of(dispatch_with_dropout, attend)
     messages["twice"] = message_of(model.enable_parallelism, config=ContextParallelConfig(3))
+    messages["one token"] = message_of(model, **{**inputs, "encoder_hidden_states": randn(1, 1, 32, seed=2)})
     messages["short"] = message_of(model, **{**inputs, "encoder_hidden_states": randn(1, 2, 32, seed=2)})
     messages["dims"] = message_of(model, **{**inputs, "txt_ids": inputs["txt_ids"][None]})
     messages["after errors"] = str(relative_l2(config.get_output(model, inputs), want) <= FLOAT32_BAR)
@@ -178,6 +194,77 @@ def from_pretrained_worker(folder: str) -> tuple[float, str]:
     loaded = config.model_class.from_pretrained(folder, parallel_config=ContextParallelConfig(2))
     error = relative_l2(config.get_output(loaded, inputs), config.get_output(model, inputs))
     return error, str(loaded.parallelism.config)
+
+
+@torch.no_grad()
+def cache_worker() -> list[float]:
+    """Errors of five steps, of which pyramid attention broadcast skips the attention of some on every rank."""
+    config = FluxTransformerTesterConfig()
+    inputs, outputs = config.get_dummy_inputs(1), []
+    for parallel in (False, True):
+        model = config.get_model()
+        if parallel:
+            enable(model, (2, 1, "p2p"))
+        model.enable_cache(
+            PyramidAttentionBroadcastConfig(
+                spatial_attention_block_skip_range=2,
+                spatial_attention_timestep_skip_range=(-1, 10_000),
+                current_timestep_callback=lambda: 500,
+            )
+        )
+        for step in range(5):
+            moved = {**inputs, "hidden_states": inputs["hidden_states"] + step}
+            outputs.append(config.get_output(model, moved))
+    plain = config.get_output(config.get_model(), moved)
+    assert relative_l2(outputs[3], plain) > 1e-4  # it does skip
+    return [relative_l2(x, y) for x, y in zip(outputs[5:], outputs[:5], strict=True)]
+
+
+@torch.no_grad()
+def two_shapes_worker() -> list[float]:
+    """The whole model compiled, and run at a second resolution, where the compiler takes sizes for symbols."""
+    config = FluxTransformerTesterConfig()
+    model, other, errors = config.get_model(), config.get_model(), []
+    enable(model, (2, 1, "p2p"))
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    inputs = config.get_dummy_inputs(1)
+    for length in (35, 33, 31):
+        less = {
+            **inputs,
+            "hidden_states": inputs["hidden_states"][:, :length],
+            "img_ids": inputs["img_ids"][:length],
+        }
+        errors.append(relative_l2(config.get_output(model, less), config.get_output(other, less)))
+    return errors
+
+
+@torch.no_grad()
+def guessed_order_worker() -> str:
+    """Whether text or image comes first matters to a mask over both, and diffusers' format does not say it."""
+    plan = ContextParallelPlan(
+        {"": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)}}, ordered=False
+    )
+    axes = ContextParallelConfig(2).axes()
+    sequence = SequenceSplit("Model", plan, *axes, "p2p")
+    sequence.lengths = {"encoder_hidden_states": 4, "hidden_states": 8}
+    q, mask = torch.zeros(1, 6, 2, 8), torch.ones(1, 1, 1, 12, dtype=torch.bool)
+    assert sequence.attend(q, q, q).shape == q.shape
+    return message_of(sequence.attend, q, q, q, mask)
+
+
+@torch.no_grad()
+def one_mesh_worker() -> int:
+    """Process groups that five times enabling leaves behind, after the first."""
+    config = FluxTransformerTesterConfig()
+    counts = []
+    for _ in range(5):
+        model = config.get_model()
+        enable(model, (2, 1, "p2p"))
+        config.get_output(model, config.get_dummy_inputs(1))
+        model.disable_parallelism()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts[-1] - counts[0]
 
 
 class OwnAttention(JointAttnProcessor2_0):
@@ -251,7 +338,10 @@ class TestEnableContextParallelism(unittest.TestCase):
             ("other mesh", 'a mesh needs an axis named "ring" or "ulysses"; this one has (\'tp\',)'),
             ("backend", "transformer_blocks.0.attn uses attention backend 'flex', which gives no log-sum-exp"),
             ("twice", "is parallel already (ContextParallelConfig(ring_degree=3"),
+            ("one token", "encoder_hidden_states has 1 tokens, too few to split over 3 ranks"),
             ("short", "encoder_hidden_states has 2 tokens, too few to split over 3 ranks"),
+            ("order of axes", "a mesh needs its ring outside its ulysses axis; the order of this one is"),
+            ("dropout", "attention over several ranks has no dropout"),
             ("dims", "txt_ids should have 2 dims, and its shape is [1, 11, 3]"),
             ("after errors", "True"),
             ("helios", "plan of HeliosTransformer3DModel names blocks."),
@@ -266,6 +356,21 @@ class TestEnableContextParallelism(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for error, config in run_ranks(2, from_pretrained_worker, folder):
                 assert error <= FLOAT32_BAR and "ring_degree=2" in config, (error, config)
+
+    def test_a_cache_that_skips_attention(self):
+        for errors in run_ranks(2, cache_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+    def test_compiled_at_several_resolutions(self):
+        for errors in run_ranks(2, two_shapes_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+    def test_order_of_streams_that_was_only_guessed(self):
+        for message in run_ranks(2, guessed_order_worker):
+            assert "depends on whether text or image comes first" in message, message
+
+    def test_one_mesh_for_all_models(self):
+        assert run_ranks(2, one_mesh_worker) == [0, 0]
 
     def test_attention_past_the_schedules_is_no_picture(self):
         for message in run_ranks(2, past_the_schedules_worker):

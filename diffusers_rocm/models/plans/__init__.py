@@ -50,13 +50,19 @@ def get_tensor_parallel_plan(model: nn.Module) -> TensorParallelPlan:
     return TENSOR_PARALLEL_PLANS[name]
 
 
-def get_context_parallel_plan(model: nn.Module, cp_plan: Mapping[str, Any] | None = None) -> ContextParallelPlan:
-    """The plan for the model's class: ours, else diffusers' `_cp_plan`; `cp_plan` takes the place of its modules.
+def get_context_parallel_plan(
+    model: nn.Module, cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
+) -> ContextParallelPlan:
+    """The plan for the model's class: ours, else diffusers' `_cp_plan`.
+
+    `cp_plan` takes its place, or, in diffusers' format, the place of its modules.
 
     Raises:
         ValueError: there is none, or one of diffusers' that is wrong; names the nearest classes that have one.
     """
     name = type(model).__name__
+    if isinstance(cp_plan, ContextParallelPlan):
+        return cp_plan
     if cp_plan is None and name in REFUSED_CONTEXT_PARALLEL_PLANS:
         reason = REFUSED_CONTEXT_PARALLEL_PLANS[name]
         raise ValueError(
@@ -65,7 +71,7 @@ def get_context_parallel_plan(model: nn.Module, cp_plan: Mapping[str, Any] | Non
     cp_plan = cp_plan or (None if name in CONTEXT_PARALLEL_PLANS else getattr(model, "_cp_plan", None))
     plan = CONTEXT_PARALLEL_PLANS.get(name)
     if cp_plan is not None:
-        return ContextParallelPlan(cp_plan) if plan is None else replace(plan, modules=cp_plan)
+        return ContextParallelPlan(cp_plan, ordered=False) if plan is None else replace(plan, modules=cp_plan)
     if plan is None:
         near = difflib.get_close_matches(name, CONTEXT_PARALLEL_PLANS, n=3, cutoff=0.0)
         raise ValueError(

@@ -31,12 +31,14 @@ class ContextParallelPlan:
         main: the stream that becomes the output, and is gathered.
         whole: paths of attention modules that see no split sequence among their keys (the text alone, or
             cross-attention): they are left alone.
+        ordered: whether the order of `streams` is known.
     """
 
     modules: Mapping[str, ModulePlan]
     streams: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     main: str = "hidden_states"
     whole: tuple[str, ...] = ()
+    ordered: bool = True
 
 
 def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
