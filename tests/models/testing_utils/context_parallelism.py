@@ -8,7 +8,7 @@ from parameterized import parameterized
 
 from diffusers_rocm import ContextParallelConfig
 
-from ...testing_utils import relative_l2, run_ranks
+from ...testing_utils import relative_l2, run_ranks, slow
 from .common import BaseModelTesterConfig
 from .parallelism import BF16_RATIO, FLOAT32_BAR, _clone_state, _same_state, weighted_backward
 
@@ -116,10 +116,16 @@ class ContextParallelTesterMixin:
             assert len(errors) > 10
             assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
 
-    @parameterized.expand([((2, 1, "p2p"), False), ((1, 2, "p2p"), True)])
-    def test_compile(self, split, whole):
-        if not whole and not self.repeated_block_count:
-            pytest.skip("the class names no repeated blocks")
+    def test_compile(self):
+        """Ring by repeated blocks, or Ulysses as a whole where the class names none; slow: the other way as well."""
+        whole = not self.repeated_block_count
+        self.check_compile((1, 2, "p2p") if whole else (2, 1, "p2p"), whole)
+
+    @slow
+    def test_compile_whole_model(self):
+        self.check_compile((1, 2, "p2p"), True)
+
+    def check_compile(self, split: tuple, whole: bool) -> None:
         for error, graphs in self.ranks(split, compile_worker, split, whole):
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3 and graphs[0] > 0, f"recompiled between steps: {graphs}"
