@@ -74,34 +74,32 @@ def _beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[
     begin on a stream of ours.
     """
     if received.device.type == "cpu":
-        work = collective(async_op=True)
+        finish = collective(async_op=True).wait
+    else:
+        module = torch.get_device_module(received.device)
+        if received.device not in _side:
+            _side[received.device] = module.Stream(received.device), torch.zeros(1, 1 << 14, device=received.device)
+        here, (beside, row) = module.current_stream(received.device), _side[received.device]
+        beside.wait_stream(here)
+        with module.stream(beside):
+            begins = beside.record_event()
+            collective()
+            ends = beside.record_event()
+        here.wait_event(begins)
+        row.softmax(-1)
+        finish = functools.partial(_wait_for, ends, received.device)
 
-        def wait() -> torch.Tensor:
-            nonlocal work
-            work.wait()
-            work = None  # it would keep what was sent
-            return received
-
-        return wait
-    module = torch.get_device_module(received.device)
-    if received.device not in _side:
-        _side[received.device] = module.Stream(received.device), torch.zeros(1, 1 << 14, device=received.device)
-    here, (beside, row) = module.current_stream(received.device), _side[received.device]
-    beside.wait_stream(here)
-    with module.stream(beside):
-        begins = beside.record_event()
-        collective()
-        ends = beside.record_event()
-    here.wait_event(begins)
-    row.softmax(-1)
-
-    def wait_event() -> torch.Tensor:
-        nonlocal collective
-        module.current_stream(received.device).wait_event(ends)
-        collective = None
+    def wait() -> torch.Tensor:
+        nonlocal collective, finish
+        finish()
+        collective = finish = None  # they would keep what was sent
         return received
 
-    return wait_event
+    return wait
+
+
+def _wait_for(event: torch.Event, device: torch.device) -> None:
+    torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -> Callable[[], torch.Tensor]:

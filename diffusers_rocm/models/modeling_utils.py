@@ -27,6 +27,7 @@ from ..loaders.save import save_checkpoint
 from ._modeling_parallel import ContextParallelConfig, OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
 from .plans import get_context_parallel_plan, get_tensor_parallel_plan
+from .plans.context_plan import ContextParallelPlan
 
 
 logger = logging.get_logger(__name__)
@@ -88,7 +89,7 @@ def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) ->
 
 
 def enable_context_parallelism(
-    model: nn.Module, config: ContextParallelConfig, cp_plan: Mapping[str, Any] | None = None
+    model: nn.Module, config: ContextParallelConfig, cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
 ) -> None:
     """Split the sequences of `model` over ranks. Everything is checked before anything changes.
 
@@ -159,8 +160,8 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
         Args:
             config: of diffusers_rocm (`TensorParallelConfig`, `ContextParallelConfig`), or diffusers' own, which goes
                 to diffusers' own code.
-            cp_plan: for context parallelism, where sequences are split, in the format of diffusers' `_cp_plan`; by
-                default the plan of the class.
+            cp_plan: for context parallelism, where sequences are split: a ContextParallelPlan, or the format of
+                diffusers' `_cp_plan`; by default the plan of the class.
 
         Raises:
             ValueError: the model or the config cannot be had; nothing is changed then.
