@@ -8,7 +8,13 @@ from ._requirements import check_requirements
 check_requirements()
 
 from .distributed import init  # noqa: E402
-from .models._modeling_parallel import ContextParallelConfig, TensorParallelConfig  # noqa: E402
+from .models._modeling_parallel import (  # noqa: E402
+    CFGParallelConfig,
+    ContextParallelConfig,
+    DataParallelConfig,
+    ParallelConfig,
+    TensorParallelConfig,
+)
 from .models.plans.verify import verify_plan  # noqa: E402
 from .pipelines import parallelize  # noqa: E402
 from .registration import register, unregister  # noqa: E402
@@ -17,7 +23,10 @@ from .registration import register, unregister  # noqa: E402
 register()
 
 __all__ = [
+    "CFGParallelConfig",
     "ContextParallelConfig",
+    "DataParallelConfig",
+    "ParallelConfig",
     "TensorParallelConfig",
     "init",
     "parallelize",

@@ -39,6 +39,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
     from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.transformers.transformer_wan import WanAttention
 
     from .hooks.first_block_cache import wrap_new_forward
     from .models import attention_dispatch as our_attention
@@ -50,7 +51,8 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     yield ModelMixin, "save_pretrained", ours.wrap_save_pretrained
     yield ModelMixin, "from_pretrained", ours.wrap_from_pretrained
     # All versions: what these do to a sharded model has to know that it is sharded.
-    yield AttentionModuleMixin, "fuse_projections", ours.wrap_fuse_projections
+    for attention in (AttentionModuleMixin, WanAttention):
+        yield attention, "fuse_projections", ours.wrap_fuse_projections
     yield FluxTransformer2DLoadersMixin, "_load_ip_adapter_weights", ours.wrap_load_ip_adapter_weights
     yield PeftAdapterMixin, "add_adapter", ours.refuse_when_sharded
     yield PeftAdapterMixin, "load_lora_adapter", ours.refuse_when_sharded

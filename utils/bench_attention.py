@@ -39,14 +39,14 @@ def main() -> None:
         return choose_kernel(q, mask, args.kernel)
 
     axes = {name: ContextParallelConfig(**{f"{name}_degree": world}).axes() for name in ("ring", "ulysses")}
-    layouts = {name: Layout((args.tokens,), ring, ulysses) for name, (_, ring, ulysses) in axes.items()}
+    layouts = {name: Layout((args.tokens,), each.ring, each.ulysses) for name, each in axes.items()}
     length = layouts["ring"].length(dist.get_rank())
     q, k, v = (torch.randn(1, length, args.heads, 128, device=device, dtype=args.dtype) for _ in range(3))
-    kernel, group = choose(q, None, True), axes["ring"][1].group.group_name
+    kernel, group = choose(q, None, True), axes["ring"].ring.group.group_name
     message = torch.cat([k, v], dim=2).flatten()
 
     def schedule(name, rotate_method="p2p"):
-        cp = axes[name][0]
+        cp = axes[name].context
         return lambda: attention(q, k, v, None, None, False, layouts[name], cp, choose, rotate_method)
 
     cases = {

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.axis import Axis
 from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
+from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
 from ..models.plans.context_plan import ContextParallelPlan, LeadingTokens
@@ -29,9 +29,9 @@ class SequenceSplit:
     A processor of diffusers that has it as its `_parallel_config` sends its attention here through the dispatch.
     """
 
-    def __init__(self, name: str, plan: ContextParallelPlan, cp: Axis, ring: Axis, ulysses: Axis, rotate_method: str):
+    def __init__(self, name: str, plan: ContextParallelPlan, axes: Axes, rotate_method: str):
         self.name, self.plan, self.rotate_method = name, plan, rotate_method
-        self.cp, self.ring, self.ulysses = cp, ring, ulysses
+        self.cp, self.ring, self.ulysses = axes.context, axes.ring, axes.ulysses
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
 

@@ -115,10 +115,10 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
 
 
 @torch.inference_mode(False)
-def shard_modules(placements: list[Placement], axis: Axis, from_first: bool = False) -> None:
+def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None = None) -> None:
     """Turn each placed module into this rank's part of it.
 
-    With `from_first` the slices are those of the first rank's weights, sent one parameter at a time.
+    With a `source` the slices are those of its first rank's weights, sent one parameter at a time.
     """
     for placement in placements:
         module, style = placement.module, STYLES[placement.style]
@@ -129,7 +129,7 @@ def shard_modules(placements: list[Placement], axis: Axis, from_first: bool = Fa
         for name, shard in placement.shards.items():
             parameter = getattr(module, name)
             shapes[name], requires_grad[name] = parameter.shape, parameter.requires_grad
-            full = broadcast_from_first(parameter.detach(), axis) if from_first else parameter.detach()
+            full = parameter.detach() if source is None else broadcast_from_first(parameter.detach(), source)
             _set_parameter(module, name, shard.take(full, axis.rank, axis.size), parameter.requires_grad)
         if placement.style == "heads":
             attributes["heads"] = module.heads

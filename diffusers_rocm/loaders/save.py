@@ -141,7 +141,7 @@ def save_checkpoint(
     max_shard_size: int | str = "10GB",
     push_to_hub: bool = False,
 ) -> None:
-    """`save_pretrained` of a sharded model. Every rank must call it; global rank 0 writes and the others wait.
+    """`save_pretrained` of a parallel model. Every rank must call it; global rank 0 writes and the others wait.
 
     Raises:
         ValueError: options that a sharded model cannot be saved with.
@@ -149,15 +149,15 @@ def save_checkpoint(
     """
     if not safe_serialization or save_function is not None or push_to_hub:
         raise ValueError(
-            "a sharded model is saved as safetensors in a local folder: save_function, safe_serialization=False and "
+            "a parallel model is saved as safetensors in a local folder: save_function, safe_serialization=False and "
             "push_to_hub are not supported; call disable_parallelism() first to use them"
         )
-    axis = model.parallelism.axis
+    axes = model.parallelism.axes
     folder = _Folder(Path(save_directory), active=dist.get_rank() == 0)
-    # On a mesh with further axes the other groups hold the same weights and have nothing to do.
-    if axis.first == 0:
+    # Groups along the other axes hold the same weights and have nothing to do.
+    if axes.tp.first == 0:
         _save(model, folder, variant, max_shard_size)
-    failed = torch.tensor([folder.error is not None], dtype=torch.int32, device=axis.device)
+    failed = torch.tensor([folder.error is not None], dtype=torch.int32, device=axes.world.device)
     dist.broadcast(failed, src=0)
     if folder.error is not None:
         raise folder.error

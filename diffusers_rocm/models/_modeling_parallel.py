@@ -1,31 +1,58 @@
-"""Configs, and the one place where a config becomes a validated DeviceMesh."""
+"""The configs: what the user asks for, checked when it is written down; `distributed.mesh` makes the mesh of it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed import default_device_type
-from ..distributed.axis import Axis
+from ..distributed.mesh import AXES, Axes, check_mesh, mesh_axes
 from ..registration import TensorParallelConfigBase
 
 
-_meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
-_meshes_of: list[Any] = [None]
+def _check_degree(name: str, degree: Any, rest_allowed: bool = False) -> None:
+    whole = isinstance(degree, int) and not isinstance(degree, bool)
+    if not whole or degree < 1 and not (rest_allowed and degree == -1):
+        rest = ", or -1 for all that are left" if rest_allowed else ""
+        raise ValueError(f"{name} must be a whole number of ranks, at least 1{rest}; got {degree!r}")
 
 
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of all ranks, made once in the life of their process group: every group costs buffers and threads."""
-    if _meshes_of[0] is not dist.group.WORLD:
-        _meshes.clear()
-        _meshes_of[0] = dist.group.WORLD
-    if (shape, names) not in _meshes:
-        _meshes[shape, names] = init_device_mesh(default_device_type(), shape, mesh_dim_names=names)
-    return _meshes[shape, names]
+def _agree_with_mesh(given: Mapping[str, int | None], mesh: DeviceMesh | None, names: Mapping[str, str]) -> dict:
+    """The degrees of `mesh`, or the `given` ones, where None is 1; `names` are the arguments' by axis."""
+    if mesh is None:
+        return {axis: 1 if degree is None else degree for axis, degree in given.items()}
+    degrees = {axis: 1 for axis in given} | check_mesh(mesh, tuple(given))
+    for axis, degree in given.items():
+        if degree not in (None, -1, degrees[axis]):
+            name = names.get(axis, axis)
+            raise ValueError(f"{name}={degree}, but the mesh's {axis} axis has {degrees[axis]} ranks; drop {name}")
+    return degrees
 
 
-class TensorParallelConfig(TensorParallelConfigBase):
+class _Config:
+    """What the package asks of every config."""
+
+    mesh: DeviceMesh | None = None
+    rotate_method = "p2p"
+
+    def degrees(self) -> dict[str, int]:
+        """Axis -> number of ranks, outermost first."""
+        raise NotImplementedError
+
+    def axes(self) -> Axes:
+        """This rank's place on the mesh.
+
+        Raises:
+            ValueError: no process group, or degrees whose product is not the number of ranks that were started.
+        """
+        return mesh_axes(self.degrees(), self.mesh)
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={degree}" for name, degree in self.degrees().items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class TensorParallelConfig(_Config, TensorParallelConfigBase):
     """Shard every weight matrix over `tp` ranks (Shoeybi et al., 2019), as plain local tensors.
 
     Args:
@@ -44,62 +71,26 @@ class TensorParallelConfig(TensorParallelConfigBase):
             raise ValueError(f"tp={tp} and its alias tp_degree={tp_degree} differ; give one of them")
         degree = tp if tp is not None else tp_degree
         for value in (tp, tp_degree):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"tp must be a whole number of ranks, at least 1; got {value!r}")
-        if mesh is not None:
-            mesh = _tp_mesh(mesh)
-            if degree is not None and degree != mesh.size():
-                raise ValueError(f"tp={degree}, but the mesh's tp axis has {mesh.size()} ranks; drop tp")
-            degree = mesh.size()
-        super().__init__(tp_degree=1 if degree is None else degree, mesh=mesh)
+            if value is not None:
+                _check_degree("tp", value)
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and mesh.mesh_dim_names != ("tp",):
+            mesh = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("tp",))
+        degrees = _agree_with_mesh({"tp": degree}, mesh, {})
+        super().__init__(tp_degree=degrees["tp"], mesh=mesh)
 
     @property
     def tp(self) -> int:
         """Number of ranks on the axis."""
         return self.tp_degree
 
-    def __repr__(self) -> str:
-        return f"TensorParallelConfig(tp={self.tp})"
+    def degrees(self) -> dict[str, int]:
+        return {"tp": self.tp}
 
-    def axis(self) -> Axis:
-        """The ranks to shard over.
-
-        Raises:
-            ValueError: no process group, or `tp` other than the number of ranks that were started.
-        """
-        if self.mesh is not None:
-            return Axis.from_mesh(self.mesh, "tp")
-        if self.tp == 1:
-            return Axis.single("tp")
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ValueError(
-                f"tp={self.tp} needs a process group and there is none: start {self.tp} ranks with "
-                f"`torchrun --nproc_per_node={self.tp}` and call diffusers_rocm.init() first"
-            )
-        world = dist.get_world_size()
-        if self.tp > world:
-            raise ValueError(f"tp={self.tp} is more than the {world} rank(s) that were started; use tp <= {world}")
-        if self.tp < world:
-            raise ValueError(
-                f"tp={self.tp} would leave {world - self.tp} of {world} ranks without work; use tp={world}, or pass "
-                f'mesh=init_device_mesh(device_type, (n, {self.tp}), mesh_dim_names=("dp", "tp")) with n * {self.tp} '
-                f"= {world}"
-            )
-        return Axis.from_mesh(_mesh((world,), ("tp",)), "tp")
+    def axes(self) -> Axes:
+        return super().axes() if self.tp > 1 else Axes.of_mesh(None)  # asks nothing of the other ranks
 
 
-def _tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh must be a DeviceMesh; got a {type(mesh).__name__}")
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1:
-        return mesh
-    if "tp" in names:
-        return mesh["tp"]
-    raise ValueError(f'a mesh of {mesh.ndim} axes needs one that is named "tp"; this one has {names or "no names"}')
-
-
-class ContextParallelConfig(diffusers.ContextParallelConfig):
+class ContextParallelConfig(_Config, diffusers.ContextParallelConfig):
     """Split the sequence over `ring_degree * ulysses_degree` ranks; the weights stay whole.
 
     Any sequence length and any number of heads work; `ulysses_anything` and `ring_anything` are accepted and change
@@ -129,30 +120,20 @@ class ContextParallelConfig(diffusers.ContextParallelConfig):
         ulysses_anything: bool = False,
         ring_anything: bool = False,
     ):
-        degrees = {"ring": ring_degree, "ulysses": ulysses_degree}
-        for name, degree in degrees.items():
-            if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-                raise ValueError(f"{name}_degree must be a whole number of ranks, at least 1; got {degree!r}")
-        if rotate_method not in ("p2p", "allgather"):
-            raise ValueError(f'rotate_method must be "p2p" or "allgather"; got {rotate_method!r}')
-        if mesh is not None:
-            if not isinstance(mesh, DeviceMesh):
-                raise ValueError(f"mesh must be a DeviceMesh; got a {type(mesh).__name__}")
-            names = mesh.mesh_dim_names or ()
-            if not {"ring", "ulysses"} & set(names):
-                raise ValueError(f'a mesh needs an axis named "ring" or "ulysses"; this one has {names or "no names"}')
-            if {"ring", "ulysses"} <= set(names) and names.index("ring") > names.index("ulysses"):
-                raise ValueError(f"a mesh needs its ring outside its ulysses axis; the order of this one is {names}")
-            for name, degree in degrees.items():
-                size = mesh[name].size() if name in names else 1
-                if degree not in (None, size):
-                    raise ValueError(f"{name}_degree={degree}, but the mesh's {name} axis has {size} ranks")
-                degrees[name] = size
-        self.ring_degree, self.ulysses_degree = degrees["ring"] or 1, degrees["ulysses"] or 1
+        given = {"ring": ring_degree, "ulysses": ulysses_degree}
+        for name, degree in given.items():
+            if degree is not None:
+                _check_degree(f"{name}_degree", degree)
+        _check_rotate_method(rotate_method)
+        degrees = _agree_with_mesh(given, mesh, {name: f"{name}_degree" for name in given})
+        self.ring_degree, self.ulysses_degree = degrees["ring"], degrees["ulysses"]
         if self.ring_degree == self.ulysses_degree == 1:
             raise ValueError("context parallelism over 1 rank does nothing; set ring_degree or ulysses_degree")
         self.rotate_method, self.mesh, self.convert_to_fp32 = rotate_method, mesh, convert_to_fp32
         self.ulysses_anything, self.ring_anything = ulysses_anything, ring_anything
+
+    def degrees(self) -> dict[str, int]:
+        return {"ring": self.ring_degree, "ulysses": self.ulysses_degree}
 
     def __repr__(self) -> str:
         return (
@@ -160,33 +141,105 @@ class ContextParallelConfig(diffusers.ContextParallelConfig):
             f"rotate_method={self.rotate_method!r})"
         )
 
-    def axes(self) -> tuple[Axis, Axis, Axis]:
-        """All ranks of the split, the ring and the Ulysses axis.
 
-        Raises:
-            ValueError: no process group, or another number of ranks.
-        """
-        ring, ulysses = self.ring_degree, self.ulysses_degree
-        mesh = self.mesh
-        if mesh is None:
-            degrees = f"ring_degree={ring} * ulysses_degree={ulysses} = {ring * ulysses}"
-            if not (dist.is_available() and dist.is_initialized()):
-                raise ValueError(
-                    f"{degrees} ranks need a process group and there is none: start them with `torchrun "
-                    f"--nproc_per_node={ring * ulysses}` and call diffusers_rocm.init() first"
-                )
-            world = dist.get_world_size()
-            if ring * ulysses != world:
-                raise ValueError(
-                    f"{degrees}, but {world} rank(s) were started; make them equal, or pass a mesh with axes named "
-                    '"ring" and "ulysses"'
-                )
-            mesh = _mesh((ring, ulysses), ("ring", "ulysses"))
-        names = [name for name in ("ring", "ulysses") if name in mesh.mesh_dim_names]
-        single = {name: Axis.single(name) for name in ("ring", "ulysses")}
-        axes = single | {name: Axis.from_mesh(mesh[name], name) for name in names}
-        both = mesh["ring", "ulysses"]._flatten("diffusers_rocm_context") if len(names) == 2 else mesh[names[0]]
-        return Axis.from_mesh(both, "context"), axes["ring"], axes["ulysses"]
+def _check_rotate_method(rotate_method: str) -> None:
+    if rotate_method not in ("p2p", "allgather"):
+        raise ValueError(f'rotate_method must be "p2p" or "allgather"; got {rotate_method!r}')
 
 
-OurConfig = TensorParallelConfig | ContextParallelConfig
+class CFGParallelConfig(_Config):
+    """Give each branch of classifier-free guidance to ranks of its own; exact, one small exchange a step.
+
+    Args:
+        cfg: number of groups of ranks; guidance has two branches.
+
+    Raises:
+        ValueError: a degree below 1.
+    """
+
+    def __init__(self, cfg: int = 2):
+        _check_degree("cfg", cfg)
+        self.cfg = cfg
+
+    def degrees(self) -> dict[str, int]:
+        return {"cfg": self.cfg}
+
+
+class DataParallelConfig(_Config):
+    """Give each replica of the model prompts of its own.
+
+    Args:
+        dp: number of replicas.
+
+    Raises:
+        ValueError: a degree below 1.
+    """
+
+    def __init__(self, dp: int = 2):
+        _check_degree("dp", dp)
+        self.dp = dp
+
+    def degrees(self) -> dict[str, int]:
+        return {"dp": self.dp}
+
+
+class ParallelConfig(_Config, diffusers.ParallelConfig):
+    """Every way of being parallel in one mesh, nested as the arguments are: `dp` outermost, `tp` innermost.
+
+    Args:
+        dp: replicas, each with prompts of its own.
+        cfg: branches of classifier-free guidance: 2, or 1.
+        ring, ulysses, rotate_method: as in `ContextParallelConfig`.
+        tp: as in `TensorParallelConfig`.
+        mesh: a `DeviceMesh` whose axes have these names, in this order; the degrees follow from it. Without it the
+            mesh is made of all ranks, and the product of the degrees must be their number.
+        context_parallel_config, tensor_parallel_config: in place of `ring` and `ulysses`, and of `tp`.
+
+    One degree may be -1: it takes the ranks that are left.
+
+    Raises:
+        ValueError: degrees below 1, several of -1, a mesh or an inner config that contradicts them.
+    """
+
+    def __init__(
+        self,
+        context_parallel_config: diffusers.ContextParallelConfig | None = None,
+        tensor_parallel_config: TensorParallelConfigBase | None = None,
+        *,
+        dp: int | None = None,
+        cfg: int | None = None,
+        ring: int | None = None,
+        ulysses: int | None = None,
+        tp: int | None = None,
+        rotate_method: str | None = None,
+        mesh: DeviceMesh | None = None,
+    ):
+        given = {"dp": dp, "cfg": cfg, "ring": ring, "ulysses": ulysses, "tp": tp}
+        for inner, names in ((context_parallel_config, ("ring", "ulysses")), (tensor_parallel_config, ("tp",))):
+            if inner is None:
+                continue
+            if getattr(inner, "mesh", None) is not None:
+                raise ValueError("a mesh belongs to the ParallelConfig, not to a config inside it")
+            for name in names:
+                degree = getattr(inner, f"{name}_degree")
+                if given[name] not in (None, degree):
+                    raise ValueError(f"{name}={given[name]}, but {inner} says {degree}; give one of them")
+                given[name] = degree
+        if rotate_method is None:
+            ours = isinstance(context_parallel_config, ContextParallelConfig)
+            rotate_method = context_parallel_config.rotate_method if ours else "p2p"
+        _check_rotate_method(rotate_method)
+        for name, degree in given.items():
+            if degree is not None:
+                _check_degree(name, degree, rest_allowed=True)
+        if sum(degree == -1 for degree in given.values()) > 1:
+            raise ValueError("only one degree may be -1 and take the ranks that are left")
+        degrees = _agree_with_mesh(given, mesh, {})
+        self.dp, self.cfg, self.ring, self.ulysses, self.tp = (degrees[name] for name in AXES)
+        self.rotate_method, self.mesh = rotate_method, mesh
+
+    def degrees(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in AXES}
+
+
+OurConfig = TensorParallelConfig | ContextParallelConfig | CFGParallelConfig | DataParallelConfig | ParallelConfig

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
+from ..distributed.mesh import Axes
 from ..hooks.context_parallel import SequenceSplit, SplitProcessor, attention_modules, split_sequences
 from ..hooks.modulation import StepModulation
 from ..hooks.tensor_parallel import (
@@ -24,10 +25,11 @@ from ..hooks.tensor_parallel import (
 )
 from ..hooks.weight_agreement import first_difference
 from ..loaders.save import save_checkpoint
-from ._modeling_parallel import ContextParallelConfig, OurConfig, TensorParallelConfig
+from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
 from .plans import get_context_parallel_plan, get_tensor_parallel_plan
 from .plans.context_plan import ContextParallelPlan
+from .plans.plan import TensorParallelPlan
 
 
 logger = logging.get_logger(__name__)
@@ -46,7 +48,7 @@ def parallel_models() -> list[nn.Module]:
     """The models of this process that are spread over several ranks under a config of ours."""
     gc.collect()  # models refer to themselves through their hooks
     enabled = (model for model in _ever_parallel if getattr(model, "parallelism", None) is not None)
-    return [model for model in enabled if model.parallelism.axis.size > 1]
+    return [model for model in enabled if model.parallelism.axes.world.size > 1]
 
 
 @dataclass(frozen=True)
@@ -55,62 +57,66 @@ class Parallelism:
 
     Attributes:
         config: what was asked for.
-        axis: the ranks that share the model.
+        axes: the ranks that share the model, and how.
         hooks: what was hung on the model, each with a `remove()`.
     """
 
     config: OurConfig
-    axis: Axis
+    axes: Axes
     hooks: list[Removable] = field(default_factory=list)
 
 
-def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:
-    """Shard `model` in place. Everything is checked before anything changes.
-
-    Where the ranks' weights differ (random initialisation without a common seed), the first rank's are taken, and a
-    warning says so.
-
-    Raises:
-        ValueError: the model or the config cannot be sharded; the message says what would work.
-    """
-    _check_free_and_loaded(model, config)
-    plan = get_tensor_parallel_plan(model)
-    placements = resolve(model, plan, config.tp)
-    axis = config.axis()
-    differ = _weights_differ(model, axis)
-    if differ:
-        _broadcast_unsharded(model, {id(p.module) for p in placements if p.shards}, axis)
-    model.parallelism = Parallelism(config, axis)
-    _ever_parallel.add(model)
-    if axis.size > 1:
-        shard_modules(placements, axis, from_first=differ)
-        if any(placement.style == "modulation" for placement in placements):
-            model.parallelism.hooks.append(StepModulation(model, model.get_submodule(plan.embedding)))
-
-
-def enable_context_parallelism(
-    model: nn.Module, config: ContextParallelConfig, cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
+def enable(
+    model: nn.Module, config: OurConfig, cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
 ) -> None:
-    """Split the sequences of `model` over ranks. Everything is checked before anything changes.
+    """Shard the weights of `model` over the tp axis, then split its sequences over the ring and Ulysses axes.
 
-    Gradients: those of the inputs are exact; those of the parameters are each rank's tokens' share, to be summed over
-    `model.parallelism.axis`.
+    Everything is checked before anything changes. Where the ranks' weights differ (random initialisation without a
+    common seed), the first rank's are taken, and a warning says so.
+
+    Gradients: those of the inputs are exact, and those of sharded parameters are of the shard. With split sequences
+    those of all parameters are each rank's tokens' share, to be summed over `model.parallelism.axes.context`.
 
     Raises:
-        ValueError: the model, its plan or its attention backend cannot be split so; the message says what would work.
+        ValueError: the model or the config cannot be had so; the message says what would work.
     """
     _check_free_and_loaded(model, config)
-    plan = get_context_parallel_plan(model, cp_plan)
-    axis, ring, ulysses = config.axes()
-    split = SequenceSplit(type(model).__name__, plan, axis, ring, ulysses, config.rotate_method)
-    if ring.size > 1 and config.rotate_method == "p2p":
-        for path, module in attention_modules(model, plan):
-            check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
-    differ = _weights_differ(model, axis)
-    model.parallelism = Parallelism(config, axis, split_sequences(model, split))
-    _ever_parallel.add(model)
+    axes = config.axes()
+    placements, split = [], None
+    if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
+        tp_plan = get_tensor_parallel_plan(model)
+        placements = resolve(model, tp_plan, axes.tp.size)
+        _check_heads(model, tp_plan, axes)
+    if axes.context.size > 1:
+        plan = get_context_parallel_plan(model, cp_plan)
+        split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
+        if axes.ring.size > 1 and config.rotate_method == "p2p":
+            for path, module in attention_modules(model, plan):
+                check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
+    elif cp_plan is not None:
+        raise ValueError(f"cp_plan is for context parallelism; {config} takes none")
+    differ = _weights_differ(model, axes.world)
+    hooks = split_sequences(model, split) if split is not None else []
     if differ:
-        _broadcast_unsharded(model, set(), axis)
+        sharded = {id(p.module) for p in placements if p.shards and axes.tp.size > 1}
+        _broadcast_unsharded(model, sharded, axes.world)
+    model.parallelism = Parallelism(config, axes, hooks)
+    _ever_parallel.add(model)
+    if axes.tp.size > 1:
+        shard_modules(placements, axes.tp, source=axes.world if differ else None)
+        if any(placement.style == "modulation" for placement in placements):
+            hooks.append(StepModulation(model, model.get_submodule(tp_plan.embedding)))
+
+
+def _check_heads(model: nn.Module, plan: TensorParallelPlan, axes: Axes) -> None:
+    """Every rank must have heads to trade, or some would fail where others wait."""
+    for name, count in plan.head_counts(model.config).items():
+        least = count // axes.tp.size
+        if least < axes.ulysses.size:
+            raise ValueError(
+                f"{count} attention {name} over tp={axes.tp.size} leave {least} to a rank, too few for ulysses="
+                f"{axes.ulysses.size}; use ulysses <= {least}, and ring for the rest"
+            )
 
 
 def _check_free_and_loaded(model: nn.Module, config: OurConfig) -> None:
@@ -147,6 +153,8 @@ def _broadcast_unsharded(model: nn.Module, sharded: set[int], axis: Axis) -> Non
 
 def _ours(config: Any) -> OurConfig | None:
     """Our config, given as it is or inside diffusers' ParallelConfig; None for a config that is diffusers' own."""
+    if isinstance(config, OurConfig):
+        return config
     for inner in ("tensor_parallel_config", "context_parallel_config"):
         config = getattr(config, inner, None) or config
     return config if isinstance(config, OurConfig) else None
@@ -158,8 +166,8 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
         """Make the model parallel, in place, on all ranks that share it.
 
         Args:
-            config: of diffusers_rocm (`TensorParallelConfig`, `ContextParallelConfig`), or diffusers' own, which goes
-                to diffusers' own code.
+            config: of diffusers_rocm (`TensorParallelConfig`, `ContextParallelConfig`, `CFGParallelConfig`,
+                `DataParallelConfig`, `ParallelConfig`), or diffusers' own, which goes to diffusers' own code.
             cp_plan: for context parallelism, where sequences are split: a ContextParallelPlan, or the format of
                 diffusers' `_cp_plan`; by default the plan of the class.
 
@@ -167,12 +175,8 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
             ValueError: the model or the config cannot be had; nothing is changed then.
         """
         ours = _ours(config)
-        if isinstance(ours, ContextParallelConfig):
-            return enable_context_parallelism(self, ours, cp_plan)
         if ours is not None:
-            if cp_plan is not None:
-                raise ValueError(f"cp_plan is for context parallelism; {ours} takes none")
-            return enable_tensor_parallelism(self, ours)
+            return enable(self, ours, cp_plan)
         if getattr(self, "parallelism", None) is not None:
             raise ValueError(
                 f"this {type(self).__name__} is parallel already ({self.parallelism.config}); call "
@@ -203,7 +207,8 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
 def wrap_save_pretrained(original: Callable) -> Callable:
     @functools.wraps(original)
     def save_pretrained(self, save_directory, *args, **kwargs):
-        if next(sharded_modules(self), None) is None:
+        parallelism = getattr(self, "parallelism", None)
+        if parallelism is None or parallelism.axes.world.size == 1:
             return original(self, save_directory, *args, **kwargs)
         return save_checkpoint(self, save_directory, *args, **kwargs)
 
@@ -225,7 +230,12 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
 
 
 def wrap_fuse_projections(original: Callable) -> Callable:
-    fusions = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
+    fusions = {
+        "to_qkv": ("to_q", "to_k", "to_v"),
+        "to_kv": ("to_k", "to_v"),
+        "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+        "to_added_kv": ("add_k_proj", "add_v_proj"),
+    }
 
     @functools.wraps(original)
     def fuse_projections(self, *args, **kwargs):
@@ -245,7 +255,8 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
         result = original(self, *args, **kwargs)
         parallelism = getattr(self, "parallelism", None)
         if parallelism is not None and next(sharded_modules(self), None) is not None:
-            shard_modules(resolve(self, get_tensor_parallel_plan(self), parallelism.axis.size), parallelism.axis)
+            tp = parallelism.axes.tp
+            shard_modules(resolve(self, get_tensor_parallel_plan(self), tp.size), tp)
         return result
 
     return _load_ip_adapter_weights
@@ -269,9 +280,9 @@ def wrap_set_attention_backend(original: Callable) -> Callable:
     def set_attention_backend(self, backend: str) -> None:
         """Some versions refuse backends that diffusers' own context parallelism lacks; ours takes all of them."""
         parallelism = getattr(self, "parallelism", None)
-        if parallelism is None or not isinstance(parallelism.config, ContextParallelConfig):
+        if parallelism is None or parallelism.axes.context.size == 1:
             return original(self, backend)
-        if parallelism.config.ring_degree > 1 and parallelism.config.rotate_method == "p2p":
+        if parallelism.axes.ring.size > 1 and parallelism.config.rotate_method == "p2p":
             check_ring_backend(type(self).__name__, backend)
         processors = [hook for hook in parallelism.hooks if isinstance(hook, SplitProcessor)]
         for processor in processors:

@@ -72,7 +72,8 @@ def method(rotate: str):
 
 def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, causal) -> float:
     """Relative error on this rank's tokens. `how` is what the rank gets of the mask: its keys, its rows, or all."""
-    cp, ring_axis, ulysses_axis = ContextParallelConfig(ring, ulysses).axes()
+    axes = ContextParallelConfig(ring, ulysses).axes()
+    cp, ring_axis, ulysses_axis = axes.context, axes.ring, axes.ulysses
     layout = Layout(streams, ring_axis, ulysses_axis)
     q, k, v = tensors(streams, heads, key_heads, batch)
     mask = None if kind is None else full_mask(kind, streams, heads, batch)
@@ -168,7 +169,8 @@ class TestSchedules(unittest.TestCase):
 
 
 def axes(ring, ulysses):
-    return ContextParallelConfig(ring, ulysses).axes()
+    axes = ContextParallelConfig(ring, ulysses).axes()
+    return axes.context, axes.ring, axes.ulysses
 
 
 def gradient_worker(ring, ulysses, rotate, kind) -> list[float]:
@@ -364,7 +366,8 @@ class TestMerge(unittest.TestCase):
 
 def two_dimensional_mesh_worker() -> bool:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ulysses"))
-    cp, ring, ulysses = ContextParallelConfig(mesh=mesh).axes()
+    axes = ContextParallelConfig(mesh=mesh).axes()
+    cp, ring, ulysses = axes.context, axes.ring, axes.ulysses
     return (cp.size, ring.size, ulysses.size) == (2, 1, 2) and cp.rank == dist.get_rank() % 2
 
 

@@ -113,7 +113,7 @@ class TestContextParallelConfig(unittest.TestCase):
         assert message in str(caught.value)
 
     def test_no_process_group(self):
-        with pytest.raises(ValueError, match="ring_degree=2 \\* ulysses_degree=3 = 6 ranks need a process group"):
+        with pytest.raises(ValueError, match="ring=2 \\* ulysses=3 needs a process group.*nproc_per_node=6"):
             ContextParallelConfig(2, 3).axes()
 
 
@@ -246,7 +246,7 @@ def guessed_order_worker() -> str:
         {"": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)}}, ordered=False
     )
     axes = ContextParallelConfig(2).axes()
-    sequence = SequenceSplit("Model", plan, *axes, "p2p")
+    sequence = SequenceSplit("Model", plan, axes, "p2p")
     sequence.lengths = {"encoder_hidden_states": 4, "hidden_states": 8}
     q, mask = torch.zeros(1, 6, 2, 8), torch.ones(1, 1, 1, 12, dtype=torch.bool)
     assert sequence.attend(q, q, q).shape == q.shape
@@ -330,17 +330,17 @@ class TestEnableContextParallelism(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("too few", "ring_degree=2 * ulysses_degree=1 = 2, but 3 rank(s) were started"),
+            ("too few", "ring=2 * ulysses=1 = 2, but 3 rank(s) were started; start 2, or use ParallelConfig(ring=3)"),
             ("too many", "= 4, but 3 rank(s) were started"),
             ("missing module", "plan of FluxTransformer2DModel names out, which this model lacks"),
             ("missing argument", "splits image, which FluxTransformer2DModel's forward does not take"),
             ("mesh", "ring_degree=2, but the mesh's ring axis has 3 ranks"),
-            ("other mesh", 'a mesh needs an axis named "ring" or "ulysses"; this one has (\'tp\',)'),
+            ("other mesh", "a mesh needs an axis named 'ring' or 'ulysses'; this one has ('tp',)"),
             ("backend", "transformer_blocks.0.attn uses attention backend 'flex', which gives no log-sum-exp"),
             ("twice", "is parallel already (ContextParallelConfig(ring_degree=3"),
             ("one token", "encoder_hidden_states has 1 tokens, too few to split over 3 ranks"),
             ("short", "encoder_hidden_states has 2 tokens, too few to split over 3 ranks"),
-            ("order of axes", "a mesh needs its ring outside its ulysses axis; the order of this one is"),
+            ("order of axes", "the axes of a mesh are nested as ring, ulysses; the order of this one is"),
             ("dropout", "attention over several ranks has no dropout"),
             ("dims", "txt_ids should have 2 dims, and its shape is [1, 11, 3]"),
             ("after errors", "True"),

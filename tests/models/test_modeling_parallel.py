@@ -104,7 +104,7 @@ def mesh_worker(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[float, 
     reference = config.get_output(model, inputs)
     model.enable_parallelism(config=TensorParallelConfig(mesh=mesh))
     error = relative_l2(config.get_output(model, inputs), reference)
-    return error, model.parallelism.axis.size, model.transformer_blocks[0].attn.heads
+    return error, model.parallelism.axes.tp.size, model.transformer_blocks[0].attn.heads
 
 
 @torch.no_grad()
@@ -129,7 +129,7 @@ class TestEnableParallelism(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("world", ("tp=3", "2 rank", "tp <= 2")),
+            ("world", ("tp=3", "2 rank", "ParallelConfig(tp=2)")),
             ("heads", ("tp=2", "1 attention head", "tp <= 1")),
             ("class", ("UNet2DModel", "FluxTransformer2DModel")),
             ("meta", ("meta", "from_pretrained")),
@@ -137,7 +137,7 @@ class TestEnableParallelism(unittest.TestCase):
             ("models", ("different models",)),
             ("not a mesh", ("DeviceMesh", "str")),
             ("cp_plan", ("cp_plan", "tp=2")),
-            ("2d mesh", ("2 axes", '"tp"')),
+            ("2d mesh", ("'tp'", "no names")),
             ("mesh size", ("tp=4", "2 ranks")),
             ("verify", ("sharded already",)),
             ("twice", ("parallel already", "tp=2", "disable_parallelism")),
@@ -156,7 +156,7 @@ class TestEnableParallelism(unittest.TestCase):
 
     def test_idle_ranks(self):
         for message in run_ranks(4, idle_worker):
-            assert "2 of 4 ranks" in message and "mesh=" in message, message
+            assert "tp=2, but 4 rank(s)" in message and "ParallelConfig(dp=2, tp=2)" in message, message
 
     def test_one_rank_communicates_nothing(self):
         assert all(run_ranks(2, one_rank_worker))

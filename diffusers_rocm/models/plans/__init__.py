@@ -19,7 +19,10 @@ from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan
 
 
-TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {**transformer_flux.TENSOR_PARALLEL_PLANS}
+TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {
+    **transformer_flux.TENSOR_PARALLEL_PLANS,
+    **transformer_wan.TENSOR_PARALLEL_PLANS,
+}
 
 CONTEXT_PARALLEL_PLANS: dict[str, ContextParallelPlan] = {
     **transformer_flux.CONTEXT_PARALLEL_PLANS,

@@ -2,8 +2,44 @@
 
 from diffusers import WanTransformer3DModel
 
+from .building_blocks import FEED_FORWARD
 from .context_plan import ContextParallelPlan
+from .plan import TensorParallelPlan, at
 
+
+# q and k are normalised across all heads, before they are rotated.
+_ATTENTION = {
+    "": "heads",
+    "to_q": "column:heads",
+    "to_k": "column:heads",
+    "to_v": "column:heads",
+    "norm_q": "norm:heads",
+    "norm_k": "norm:heads",
+    "to_qkv?": "column:heads+heads+heads",
+    "to_kv?": "column:heads+heads",
+    "to_out.0": "row:heads",
+}
+
+# The image's keys and values, of image to video with Wan 2.1.
+_IMAGE_ATTENTION = {
+    "add_k_proj?": "column:heads",
+    "add_v_proj?": "column:heads",
+    "norm_added_k?": "norm:heads",
+    "to_added_kv?": "column:heads+heads",
+}
+
+TENSOR_PARALLEL_PLANS = {
+    "WanTransformer3DModel": TensorParallelPlan(
+        {
+            **at("blocks.*.attn1", _ATTENTION),
+            **at("blocks.*.attn2", {**_ATTENTION, **_IMAGE_ATTENTION}),
+            **at("blocks.*.ffn", FEED_FORWARD),
+            "condition_embedder": "replicate:under 2% of the weights; its output is whole, for each token in Wan 2.2 5B",
+            "patch_embedding": "replicate:few input channels; every rank needs the output",
+            "proj_out": "replicate:few output channels",
+        }
+    )
+}
 
 # diffusers' own plan. Text and image conditions stay whole, and attention to them (attn2) needs no communication.
 CONTEXT_PARALLEL_PLANS = {

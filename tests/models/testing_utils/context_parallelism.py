@@ -66,7 +66,7 @@ def gradient_worker(config: BaseModelTesterConfig, split: tuple) -> dict[str, fl
     scale = sum(grad.norm() ** 2 for grad in parameters.values()) ** 0.5 / len(parameters) ** 0.5
     for name, parameter in model.named_parameters():
         if name in parameters:
-            torch.distributed.all_reduce(parameter.grad, group=model.parallelism.axis.group)
+            torch.distributed.all_reduce(parameter.grad, group=model.parallelism.axes.context.group)
             # A gradient that is zero but for rounding (of a key's bias) is measured against a typical one.
             norm = max(parameters[name].norm(), 1e-3 * scale)
             errors[name] = ((parameter.grad - parameters[name]).norm() / norm).item()

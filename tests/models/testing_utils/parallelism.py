@@ -36,19 +36,21 @@ def parity_worker(config: BaseModelTesterConfig, tp: int, batch_size: int) -> di
     model, inputs = config.get_model(), config.get_inputs(batch_size)
     reference, state = config.get_output(model, inputs), _clone_state(model)
     classes = [type(module) for module in model.modules()]
-    full = sum(parameter.numel() for parameter in model.parameters())
+    planned = diffusers_rocm.verify_plan(model, tp).rank_bytes
 
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
     output = config.get_output(model, inputs)
     with torch.inference_mode():
         in_inference_mode = config.get_output(model, inputs)
-    local = sum(parameter.numel() for parameter in model.parameters())
+    rank = model.parallelism.axes.tp.rank
+    held = [*model.parameters(), *(b for name, b in model.named_buffers() if "modulation_order" not in name)]
+    local = sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     model.disable_parallelism()
     return {
         "error": relative_l2(output, reference),
         "inference_mode_equal": torch.equal(in_inference_mode, output),
-        "share": local / full,
+        "bytes": (local, planned[rank]),
         "restored": _same_state(model, state) and [type(module) for module in model.modules()] == classes,
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
         "output_restored": torch.equal(config.get_output(model, inputs), reference),
@@ -164,7 +166,7 @@ class TensorParallelTesterMixin:
         for result in self.ranks(tp, parity_worker, tp, batch_size):
             assert result["error"] <= FLOAT32_BAR, result
             assert result["inference_mode_equal"], result
-            assert result["share"] < 1.3 / tp + 0.1, result
+            assert result["bytes"][0] == result["bytes"][1], result
             assert result["restored"] and result["output_restored"] and result["hooks"] == 0, result
 
     @parameterized.expand([(2, False), (4, False), (2, True)])
@@ -208,9 +210,10 @@ class TensorParallelTesterMixin:
 
     def test_plan_leaves_nothing_unexplained(self):
         with torch.device("meta"):
-            model = self.model_class(**self.get_init_dict())
+            model, real = self.model_class(**self.get_init_dict()), self.model_class()
         report = diffusers_rocm.verify_plan(model, 2)
         assert not report.unused_rules and not report.unsharded_linears, str(report)
+        report = diffusers_rocm.verify_plan(real, 2)
         assert report.unexplained_bytes <= 0.01 * report.full_bytes, str(report)
 
     def ranks(self, tp: int, worker: Callable, *args) -> list:

@@ -15,6 +15,7 @@ from diffusers_rocm.hooks import tensor_parallel_layers
 from diffusers_rocm.hooks.modulation import StepModulation
 
 from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
+from ..testing_utils.any_mesh import AnyMeshTesterMixin
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin
 from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin, _clone_state, _same_state
@@ -80,6 +81,10 @@ class TestFluxTransformerContextParallel(FluxTransformerTesterConfig, ContextPar
     pass
 
 
+class TestFluxTransformerAnyMesh(FluxTransformerTesterConfig, AnyMeshTesterMixin, unittest.TestCase):
+    pass
+
+
 class FluxAcceleratorTransformerTesterConfig(FluxTransformerTesterConfig):
     device = "cuda"  # ROCm's name too
 
@@ -131,7 +136,7 @@ def naive_proj_out_worker(tp: int) -> tuple[float, float]:
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
     ours = relative_l2(config.get_output(model, inputs), reference)
     for block, weight in zip(model.single_transformer_blocks, full, strict=True):
-        naive = Shard(1, (Block(weight.shape[1], 1),)).take(weight, model.parallelism.axis.rank, tp)
+        naive = Shard(1, (Block(weight.shape[1], 1),)).take(weight, model.parallelism.axes.tp.rank, tp)
         assert naive.shape == block.proj_out.weight.shape  # nothing would crash: that is what makes it a trap
         block.proj_out.weight.copy_(naive)
     return ours, relative_l2(config.get_output(model, inputs), reference)

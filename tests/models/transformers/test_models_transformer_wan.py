@@ -3,8 +3,10 @@ import unittest
 import torch
 from diffusers import WanTransformer3DModel
 
+from ..testing_utils.any_mesh import AnyMeshTesterMixin
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin
+from ..testing_utils.parallelism import TensorParallelTesterMixin
 
 
 class WanTransformerTesterConfig(BaseModelTesterConfig):
@@ -60,6 +62,20 @@ class WanTI2VTransformerTesterConfig(WanTransformerTesterConfig):
         timestep = torch.full((batch_size, 45), 500.0)
         timestep[:, :15] = 0
         return {**super().get_dummy_inputs(batch_size), "timestep": timestep}
+
+
+class TestWanTransformerTensorParallel(WanTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestWanImageToVideoTransformerTensorParallel(
+    WanImageToVideoTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase
+):
+    pass
+
+
+class TestWanTransformerAnyMesh(WanTransformerTesterConfig, AnyMeshTesterMixin, unittest.TestCase):
+    pass
 
 
 class TestWanTransformerContextParallel(WanTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase):

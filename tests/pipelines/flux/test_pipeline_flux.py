@@ -141,7 +141,7 @@ def gradient_and_compile_worker(tp: int) -> tuple[float, float]:
     reference = config.get_output(model, inputs)
     (wanted,) = torch.autograd.grad(reference.square().sum(), x)
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
-    model.parallelism.hooks.append(SynchronisedInputs(model, model.parallelism.axis))
+    model.parallelism.hooks.append(SynchronisedInputs(model, model.parallelism.axes.model))
     (got,) = torch.autograd.grad(config.get_output(model, inputs).square().sum(), x)
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
