@@ -276,3 +276,10 @@ def all_gather_int64(row: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.size == 1:
         return row[None].cpu()
     return all_gather_stacked(row.to(axis.device), axis).cpu()
+
+
+def all_gather_text(text: str, axis: Axis) -> list[str]:
+    """`text`, which may differ in length, of every rank."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(axis.device)
+    sizes = tuple(all_gather_int64(torch.tensor([data.numel()]), axis).flatten().tolist())
+    return [bytes(part.tolist()).decode() for part in all_gather(data, sizes, axis, 0).cpu().split(sizes)]

@@ -20,7 +20,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     by their number. Integer arithmetic wraps, so odd weights lose no bit.
     """
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    data = tensor.contiguous().flatten().view(torch.uint8)
+    data = tensor.contiguous().flatten()
+    if data.stride() != (1,):  # of one element, say, that was expanded
+        data = data.clone(memory_format=torch.contiguous_format)
+    data = data.view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
     words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]

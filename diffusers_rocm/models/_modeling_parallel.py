@@ -21,7 +21,7 @@ def _agree_with_mesh(given: Mapping[str, int | None], mesh: DeviceMesh | None, n
     """The degrees of `mesh`, or the `given` ones, where None is 1; `names` are the arguments' by axis."""
     if mesh is None:
         return {axis: 1 if degree is None else degree for axis, degree in given.items()}
-    degrees = {axis: 1 for axis in given} | check_mesh(mesh, tuple(given))
+    degrees = dict.fromkeys(given, 1) | check_mesh(mesh, tuple(given))
     for axis, degree in given.items():
         if degree not in (None, -1, degrees[axis]):
             name = names.get(axis, axis)

@@ -14,6 +14,7 @@ from torch import nn
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
+from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import SequenceSplit, SplitProcessor, attention_modules, split_sequences
 from ..hooks.modulation import StepModulation
 from ..hooks.tensor_parallel import (
@@ -106,6 +107,8 @@ def enable(
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
         if any(placement.style == "modulation" for placement in placements):
             hooks.append(StepModulation(model, model.get_submodule(tp_plan.embedding)))
+    if axes.cfg.size > 1:
+        hooks.append(GuidanceParallel(model, axes.cfg))
 
 
 def _check_heads(model: nn.Module, plan: TensorParallelPlan, axes: Axes) -> None:

@@ -2,25 +2,33 @@
 
 from diffusers import DiffusionPipeline
 
-from ..distributed.axis import Axis
-from ..hooks.rank_guard import SynchronisedInputs, SynchronisedScheduler
+from ..distributed.mesh import Axes
+from ..hooks.cfg_parallel import GuidanceParallel
+from ..hooks.rank_guard import RANK_CHECKS, GuardedScheduler, InputGuard
 from ..models._modeling_parallel import OurConfig
+from .parallel_call import ParallelCall
 
 
-def parallelize(pipe: DiffusionPipeline, config: OurConfig) -> Axis:
-    """Make the denoiser of a pipeline that is in memory parallel, in place, and keep its ranks equal.
+def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "first") -> Axes:
+    """Make the denoisers of a pipeline that is in memory parallel, in place, and keep its ranks equal.
 
-    Every rank runs the pipeline, for the same number of steps, with as many prompts of the same padded length. The
-    first rank's schedule, latents and embeddings count: all ranks arrive at its latents, whatever the words of their
-    own prompts and their seeds. The scheduler is the one that the pipeline has now. A ControlNet is a model of its own
-    and stays whole: call its `enable_parallelism` to make it parallel.
+    Every rank makes the same calls, with the same arguments, and gets all pictures. Without a generator the ranks draw
+    one seed together. The scheduler is the one that the pipeline has now. A ControlNet is a model of its own and stays
+    whole: call its `enable_parallelism` to make it parallel. `pipe.transformer.disable_parallelism()` undoes it all,
+    for the first denoiser; call it for each.
+
+    Args:
+        config: any of this package.
+        rank_check: when to compare the inputs of the ranks: in the `"first"` step of each call, `"always"`, or `"off"`.
 
     Returns:
-        The axis of the ranks that share the denoiser.
+        The axes of the mesh.
 
     Raises:
         ValueError: a pipeline whose denoiser is a UNet, or has no plan. Nothing is parallel then.
     """
+    if rank_check not in RANK_CHECKS:
+        raise ValueError(f"rank_check must be one of {', '.join(map(repr, RANK_CHECKS))}; got {rank_check!r}")
     components = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
     denoisers = [component for component in components if component is not None]
     if not denoisers:
@@ -35,10 +43,16 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig) -> Axis:
         for denoiser in enabled:
             denoiser.disable_parallelism()
         raise
-    first = denoisers[0].parallelism
-    if first.axis.size > 1:
-        inputs = [SynchronisedInputs(denoiser, first.axis) for denoiser in denoisers]
-        for denoiser, each in zip(denoisers, inputs, strict=True):
-            denoiser.parallelism.hooks.append(each)
-        first.hooks.append(SynchronisedScheduler(pipe.scheduler, first.axis, inputs))
-    return first.axis
+    axes = denoisers[0].parallelism.axes
+    if axes.world.size == 1:
+        return axes
+    listeners = [hook for each in denoisers for hook in each.parallelism.hooks if isinstance(hook, GuidanceParallel)]
+    if rank_check != "off" and axes.replica.size > 1:
+        for denoiser in denoisers:
+            guard = InputGuard(denoiser, axes.replica, always=rank_check == "always")
+            denoiser.parallelism.hooks.append(guard)
+            listeners.append(guard)
+    hooks = denoisers[0].parallelism.hooks
+    hooks.append(GuardedScheduler(pipe.scheduler, axes.replica, listeners, check=rank_check != "off"))
+    hooks.append(ParallelCall(pipe, axes))
+    return axes

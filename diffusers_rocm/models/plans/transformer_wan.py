@@ -34,7 +34,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("blocks.*.attn1", _ATTENTION),
             **at("blocks.*.attn2", {**_ATTENTION, **_IMAGE_ATTENTION}),
             **at("blocks.*.ffn", FEED_FORWARD),
-            "condition_embedder": "replicate:under 2% of the weights; its output is whole, for each token in Wan 2.2 5B",
+            "condition_embedder": "replicate:under 2% of the weights; its output is whole, for each token in 5B",
             "patch_embedding": "replicate:few input channels; every rank needs the output",
             "proj_out": "replicate:few output channels",
         }

@@ -1,0 +1,158 @@
+"""Spreads the pictures of one call over replicas of the pipeline, and gives every rank all of them, in order.
+
+Each replica makes as many as any other, so that none waits long: what is over is made twice, and dropped.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import BaseOutput
+from PIL import Image
+from torch import Tensor
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_stacked, broadcast_from_first
+from ..distributed.sharding import Block
+
+
+# Lists that do not have an item for each prompt, however long they are.
+_NOT_BY_PROMPT = {"sigmas", "timesteps", "callback_on_step_end_tensor_inputs", "skip_guidance_layers"}
+_PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
+
+
+def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping[str, Any], dp: Axis) -> Any:
+    """`call(**arguments)`, its pictures shared by the ranks of `dp`.
+
+    Args:
+        arguments: equal on all ranks. One generator, or one for each picture; they are afterwards where one process
+            would have left them.
+
+    Returns:
+        What one process would have: all pictures, in the order of the prompts.
+
+    Raises:
+        ValueError: an argument that fits neither prompts nor pictures, or an output that cannot be gathered.
+    """
+    prompts = _count_prompts(arguments)
+    per_prompt = next((arguments[name] for name in _PER_PROMPT if arguments.get(name)), 1)
+    total = prompts * per_prompt
+    shares = [range(*Block(total, 1).bounds(rank, dp.size)) for rank in range(dp.size)]
+    count = math.ceil(total / dp.size)
+    wanted = [[*share, *[(share or range(total))[-1]] * (count - len(share))] for share in shares]
+    mine = wanted[dp.rank]
+
+    local, generator = dict(arguments), arguments.get("generator")
+    for name, value in arguments.items():
+        if name == "latents" and value is not None:
+            local[name] = value[mine]
+        elif name == "generator" and isinstance(value, list):
+            if len(value) != total:
+                raise ValueError(f"{len(value)} generators for {total} pictures; give one, or one for each")
+            seen = set()
+            local[name] = [_copy(value[i]) if i in seen or seen.add(i) else value[i] for i in mine]
+        elif name in _PER_PROMPT:
+            local[name] = count if prompts == 1 else 1
+        elif prompts > 1 and name not in _NOT_BY_PROMPT:
+            if isinstance(value, (list, tuple)) and len(value) == prompts:
+                local[name] = [value[i // per_prompt] for i in mine]
+            elif isinstance(value, (Tensor, np.ndarray)) and value.shape[:1] == (prompts,):
+                local[name] = value[[i // per_prompt for i in mine]]
+    shared = generator if isinstance(generator, torch.Generator) else None
+    with _draw_for_all(pipe, shared, total, mine):
+        output = call(**local)
+    _settle(generator, shares, dp)
+
+    places = [rank * count + index for rank, share in enumerate(shares) for index in range(len(share))]
+    if isinstance(output, BaseOutput):
+        for name in list(output):
+            output[name] = _gather(output[name], name, count, places, dp)
+        return output
+    return tuple(_gather(value, f"output {index}", count, places, dp) for index, value in enumerate(output))
+
+
+def _count_prompts(arguments: Mapping[str, Any]) -> int:
+    for name in ("prompt", "prompt_embeds"):
+        value = arguments.get(name)
+        if isinstance(value, (list, tuple)):
+            return len(value)
+        if isinstance(value, Tensor):
+            return value.shape[0]
+    return 1
+
+
+def _copy(generator: torch.Generator) -> torch.Generator:
+    copied = torch.Generator(generator.device)
+    copied.set_state(generator.get_state())
+    return copied
+
+
+@contextlib.contextmanager
+def _draw_for_all(
+    pipe: DiffusionPipeline, generator: torch.Generator | None, total: int, mine: list[int]
+) -> Iterator[None]:
+    """One generator serves all pictures: each replica draws for all of them, and takes its own.
+
+    Pipelines and schedulers draw by diffusers' `randn_tensor`, under that name.
+    """
+    classes = [cls for each in (pipe, pipe.scheduler) for cls in type(each).__mro__]
+    modules = {cls.__module__: sys.modules[cls.__module__] for cls in classes}
+    found = {module: module.randn_tensor for module in modules.values() if hasattr(module, "randn_tensor")}
+
+    def drawing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def randn_tensor(shape, *args, **kwargs):
+            given = kwargs.get("generator", args[0] if args else None)
+            if given is not generator or shape[0] != len(mine):
+                return original(shape, *args, **kwargs)
+            return original((total, *shape[1:]), *args, **kwargs)[mine]
+
+        return randn_tensor
+
+    try:
+        for module, original in found.items():
+            if generator is not None:
+                module.randn_tensor = drawing(original)
+        yield
+    finally:
+        for module, original in found.items():
+            module.randn_tensor = original
+
+
+def _settle(generator: Any, shares: list[range], dp: Axis) -> None:
+    """Every rank's generators go on from where they would be in one process."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(broadcast_from_first(generator.get_state(), dp))
+    for index, each in enumerate(generator if isinstance(generator, list) else []):
+        owner = next(rank for rank, share in enumerate(shares) if index in share)
+        each.set_state(all_gather_stacked(each.get_state().to(dp.device), dp)[owner].cpu())
+
+
+def _gather(value: Any, name: str, count: int, places: list[int], dp: Axis) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, Tensor) and value.shape[:1] == (count,):
+        return all_gather_stacked(value.to(dp.device), dp).flatten(0, 1)[places].to(value.device)
+    if isinstance(value, np.ndarray) and value.shape[:1] == (count,):
+        return _gather(torch.from_numpy(value), name, count, places, dp).numpy()
+    if isinstance(value, list) and len(value) == count:
+        first = value[0]
+        if isinstance(first, Image.Image):
+            pixels = torch.from_numpy(np.stack([np.asarray(image) for image in value]))
+            return [Image.fromarray(x, first.mode) for x in _gather(pixels, name, count, places, dp).numpy()]
+        if isinstance(first, list) and all(isinstance(frame, Image.Image) for frame in first):
+            clips = torch.from_numpy(np.stack([np.stack([np.asarray(frame) for frame in clip]) for clip in value]))
+            gathered = _gather(clips, name, count, places, dp).numpy()
+            return [[Image.fromarray(frame, first[0].mode) for frame in clip] for clip in gathered]
+        if isinstance(first, Tensor):
+            return list(_gather(torch.stack(value), name, count, places, dp))
+        if isinstance(first, bool):
+            return _gather(torch.tensor(value), name, count, places, dp).tolist()
+    kind = f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
+    raise ValueError(
+        f"{name} is a {kind}, not {count} pictures; with dp, use output_type 'pil', 'np', 'pt' or 'latent'"
+    )

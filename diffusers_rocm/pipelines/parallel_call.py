@@ -1,0 +1,104 @@
+"""What happens around a pipeline's call: ranks that share a picture draw the same numbers, and none is idle."""
+
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import DiffusionPipeline
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_int64
+from ..distributed.mesh import Axes
+from .data_parallel import spread
+
+
+class ParallelCall:
+    """Hangs on a pipeline, around its call, until `remove()`."""
+
+    def __init__(self, pipe: DiffusionPipeline, axes: Axes):
+        self._pipe, self._axes = pipe, axes
+        pipe.parallel_call = self
+        pipe.__class__ = _parallel_class(type(pipe))
+
+    def remove(self) -> None:
+        self._pipe.__class__ = type(self._pipe).__base__
+        del self._pipe.parallel_call
+
+    def run(self, call: Callable[..., Any], known: Mapping[str, inspect.Parameter], arguments: dict[str, Any]) -> Any:
+        """`call(**arguments)` for all ranks."""
+        if "generator" in known:
+            arguments["generator"] = _same_generators(arguments.get("generator"), self._axes.world)
+        if self._axes.cfg.size > 1:
+            defaults = {name: each.default for name, each in known.items()}
+            reason = _no_guidance(self._pipe, defaults | arguments)
+            if reason is not None:
+                raise ValueError(
+                    f"{type(self._pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would have "
+                    "all groups do the same work; turn guidance on, or use dp, ulysses or tp in its place"
+                )
+        if self._axes.dp.size > 1:
+            return spread(call, self._pipe, arguments, self._axes.dp)
+        return call(**arguments)
+
+
+@functools.cache
+def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
+    signature = inspect.signature(cls.__call__)
+
+    class Parallel(cls):
+        @functools.wraps(cls.__call__)  # others look at the signature
+        def __call__(self, *args, **kwargs):
+            arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+            del arguments["self"]
+            for name in [name for name, each in signature.parameters.items() if each.kind == each.VAR_KEYWORD]:
+                arguments |= arguments.pop(name, {})
+            return self.parallel_call.run(super().__call__, signature.parameters, arguments)
+
+    Parallel.__name__, Parallel.__qualname__, Parallel.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Parallel
+
+
+def _same_generators(given: Any, axis: Axis) -> Any:
+    """The caller's generators, if every rank has the same; a new one, the same on all ranks, if there are none.
+
+    Raises:
+        ValueError: some ranks have other generators, or other seeds, or none.
+    """
+    generators = given if isinstance(given, list) else [] if given is None else [given]
+    states = zlib.crc32(b"".join(each.get_state().numpy().tobytes() for each in generators))
+    seed = generators[0].initial_seed() if generators else torch.randint(2**62, ()).item()
+    # Numbers of 64 bits: a seed may have no sign.
+    rows = all_gather_int64(torch.tensor([len(generators), states, seed - (seed >= 2**63) * 2**64]), axis)
+    if len({(count, state) for count, state, _ in rows.tolist()}) > 1:
+        ranks = dist.get_process_group_ranks(axis.group)
+        seen = [f"seed {seed} on rank {rank}" if count else f"none on rank {rank}" for rank, (count, _, seed) in
+                zip(ranks, rows.tolist(), strict=True)]  # fmt: skip
+        raise ValueError(f"the ranks were given different generators ({', '.join(seen)}); give all the same, or none")
+    if generators:
+        return given
+    return torch.Generator().manual_seed(rows[0, 2].item())
+
+
+def _no_guidance(pipe: DiffusionPipeline, arguments: Mapping[str, Any]) -> str | None:
+    """Why this call runs no classifier-free guidance; None where it does, or where only its steps will tell."""
+    if "true_cfg_scale" in arguments:
+        scale = arguments["true_cfg_scale"]
+        if scale <= 1:
+            return f"true_cfg_scale={scale}"
+        negative = [arguments.get(name) for name in ("negative_prompt", "negative_prompt_embeds")]
+        return "it has no negative_prompt" if all(each is None for each in negative) else None
+    if isinstance(getattr(type(pipe), "do_classifier_free_guidance", None), property):
+        # The pipeline's own rule, which reads what its call is about to set.
+        before = vars(pipe).get("_guidance_scale")
+        pipe._guidance_scale = arguments.get("guidance_scale")
+        try:
+            return None if pipe.do_classifier_free_guidance else f"guidance_scale={pipe._guidance_scale}"
+        except (AttributeError, TypeError):
+            return None
+        finally:
+            pipe._guidance_scale = before
+    return None

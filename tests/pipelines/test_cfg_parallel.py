@@ -1,0 +1,230 @@
+"""Guidance whose branches are shared by ranks: unmodified pipelines, the whole loop, against one process."""
+
+import unittest
+from collections.abc import Callable
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from parameterized import parameterized
+
+from diffusers_rocm import CFGParallelConfig, ParallelConfig, parallelize
+from diffusers_rocm.hooks.around_call import AroundCall
+
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..testing_utils import relative_l2, run_ranks
+from .testing_utils import PIPELINES, build, latents
+
+
+def transformers(pipe) -> list[torch.nn.Module]:
+    return [model for model in (pipe.transformer, getattr(pipe, "transformer_2", None)) if model is not None]
+
+
+def count_rows(pipe) -> list[int]:
+    """Rows that this rank's transformers compute from here on, in each call."""
+    rows = []
+
+    def count(block, args, kwargs, output):
+        rows.append((*args, *kwargs.values())[0].shape[0])
+
+    for model in transformers(pipe):
+        blocks = next(module for module in model.children() if isinstance(module, torch.nn.ModuleList))
+        blocks[0].register_forward_hook(count, with_kwargs=True)
+    return rows
+
+
+def parity_worker(name: str, degrees: dict, prompts: int) -> dict:
+    pipe, arguments = build(name), PIPELINES[name].call(prompts)
+    classes = [type(each) for each in (pipe, pipe.scheduler, *transformers(pipe))]
+    wanted, rows = latents(pipe, arguments), count_rows(pipe)
+    latents(pipe, arguments)
+    alone = sum(rows)
+    parallelize(pipe, ParallelConfig(**degrees))
+    outputs = [latents(pipe, arguments)]
+    rows.clear()
+    outputs.append(latents(pipe, arguments))
+    work = sum(rows) / alone
+    for model in transformers(pipe):
+        model.disable_parallelism()
+    outputs.append(latents(pipe, arguments))
+    return {
+        "errors": [relative_l2(output, wanted) for output in outputs],
+        "work": work,
+        "restored": classes == [type(each) for each in (pipe, pipe.scheduler, *transformers(pipe))],
+    }
+
+
+def message_of(function: Callable, *args, **kwargs) -> str:
+    with pytest.raises(ValueError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def errors_worker() -> dict:
+    messages, rows = {}, {}
+    for name, change in (
+        ("flux", {"true_cfg_scale": 1.0}),
+        ("qwenimage", {"negative_prompt_embeds": None}),
+        ("wan", {"guidance_scale": 1.0}),
+        ("ltx", {"guidance_scale": 1.0}),
+    ):
+        pipe = build(name)
+        parallelize(pipe, CFGParallelConfig(cfg=2))
+        counted = count_rows(pipe)
+        messages[name] = message_of(latents, pipe, PIPELINES[name].call() | change)
+        rows[name] = len(counted)
+
+    class Quiet(WanPipeline):
+        """Does not say whether it runs guidance."""
+
+        do_classifier_free_guidance = False
+
+    pipe = build("wan")
+    pipe.__class__ = Quiet
+    parallelize(pipe, CFGParallelConfig(cfg=2))
+    counted, arguments = count_rows(pipe), PIPELINES["wan"].call()
+    messages["quiet"] = message_of(latents, pipe, arguments)
+    rows["quiet"] = len(counted)
+    Quiet.do_classifier_free_guidance = True
+    messages["after"] = str(relative_l2(latents(pipe, arguments), latents(build("wan"), arguments)) <= FLOAT32_BAR)
+
+    pipe = build("sd3")
+    parallelize(pipe, CFGParallelConfig(cfg=2))
+    skipping = {"skip_guidance_layers": [0], "skip_layer_guidance_start": -1.0, "skip_layer_guidance_stop": 1.0}
+    messages["three calls"] = message_of(latents, pipe, PIPELINES["sd3"].call() | skipping)
+    return messages | {f"{name} rows": count for name, count in rows.items()}
+
+
+class Interruption(AroundCall):
+    def __init__(self, model: torch.nn.Module, at: int):
+        super().__init__(model)
+        self.left = at
+
+    def around(self, call, args, kwargs):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+
+def interrupted_worker() -> float:
+    """A run that ends between the two calls of a step leaves nothing to the next one."""
+    pipe, arguments = build("flux"), PIPELINES["flux"].call()
+    wanted = latents(pipe, arguments)
+    parallelize(pipe, CFGParallelConfig(cfg=2))
+    interruption = Interruption(pipe.transformer, at=6)
+    with pytest.raises(KeyboardInterrupt):
+        latents(pipe, arguments, steps=6)
+    interruption.remove()
+    return relative_l2(latents(pipe, arguments), wanted)
+
+
+@torch.no_grad()
+def reading_worker() -> dict:
+    """What may and may not be done with a prediction before the other branch was called."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(1)
+    other = {
+        **inputs,
+        "encoder_hidden_states": inputs["encoder_hidden_states"][:, :7],
+        "txt_ids": inputs["txt_ids"][:7],
+    }
+    wanted, wanted_other = (model(**each, return_dict=False)[0] for each in (inputs, other))
+    model.enable_parallelism(config=CFGParallelConfig(cfg=2))
+
+    def predict(each: dict, **changes) -> torch.Tensor:
+        return model(**each, **changes)
+
+    results = {}
+    for _ in range(2):
+        views = predict(inputs).sample
+        kept = {
+            "itself": views,
+            "slice": views[:, :20],
+            "chunk": views.chunk(2, dim=1)[1],
+            "reshaped": views.transpose(1, 2).unsqueeze(0),
+            "same dtype": views.float(),
+        }
+        assert views.shape == wanted.shape and views.dtype == torch.float32 and len(views) == 1
+        last = predict(other).sample
+        made = {"itself": wanted, "slice": wanted[:, :20], "chunk": wanted.chunk(2, dim=1)[1], "same dtype": wanted}
+        made["reshaped"] = wanted.transpose(1, 2).unsqueeze(0)
+        results |= {name: relative_l2(x, made[name]) for name, x in kept.items()}
+        results["last"] = relative_l2(last, wanted_other)
+        results["arithmetic"] = relative_l2(last + 3 * (views - last), wanted_other + 3 * (wanted - wanted_other))
+    readers = {
+        "mul": lambda x: x * 2,
+        "sum": lambda x: x.sum(),
+        "item": lambda x: x[0, 0, 0].item(),
+        "double": lambda x: x.double(),
+        "clone": lambda x: x.clone(),
+        "in place": lambda x: x.mul_(2),
+        "set": lambda x: x.__setitem__(0, 1.0),
+        "list": lambda x: x.tolist(),
+        "numpy": lambda x: x.numpy(),
+        "truth": lambda x: bool(x[0, 0, 0]),
+        "third argument": lambda x: torch.add(wanted, x),
+        "as input": lambda x: predict({**inputs, "hidden_states": x}),
+    }
+    for name, read in readers.items():
+        results[name] = message_of(read, predict(inputs).sample)
+        model.parallelism.hooks[-1].begin_run()
+    with torch.enable_grad():
+        results["gradients"] = message_of(predict, inputs)
+    with torch.inference_mode():
+        x = predict(inputs).sample
+        results["in place, in inference mode"] = message_of(x.mul_, 2)
+        model.parallelism.hooks[-1].begin_run()
+    return results
+
+
+MESHES = [
+    *((name, {"cfg": 2}, 1) for name in PIPELINES),
+    ("flux", {"cfg": 2}, 2),
+    ("sd3", {"cfg": 2}, 3),
+    ("flux", {"cfg": 2, "ulysses": 2}, 1),
+    ("flux", {"cfg": 2, "tp": 2}, 1),
+    ("wan", {"cfg": 2, "ring": 2}, 1),
+    ("wan22", {"cfg": 2, "tp": 2}, 1),
+    ("ltx", {"cfg": 2, "ulysses": 2}, 1),
+]
+
+
+class TestCFGParallel(unittest.TestCase):
+    @parameterized.expand(MESHES)
+    def test_whole_loop(self, name, degrees, prompts):
+        world = 2 * max([degree for axis, degree in degrees.items() if axis != "cfg"], default=1)
+        for result in run_ranks(world, parity_worker, name, degrees, prompts):
+            assert max(result["errors"]) <= FLOAT32_BAR and result["restored"], result
+            assert result["work"] == 0.5, result
+
+    def test_no_guidance_is_an_error_before_the_first_step(self):
+        for messages in run_ranks(2, errors_worker):
+            assert "runs no guidance (true_cfg_scale=1.0)" in messages["flux"]
+            assert "runs no guidance (it has no negative_prompt)" in messages["qwenimage"]
+            assert "runs no guidance (guidance_scale=1.0)" in messages["wan"], messages
+            assert "runs no guidance (guidance_scale=1.0)" in messages["ltx"], messages
+            assert all("use dp, ulysses or tp" in messages[name] for name in ("flux", "qwenimage", "wan", "ltx"))
+            assert [messages[f"{name} rows"] for name in ("flux", "qwenimage", "wan", "ltx")] == [0] * 4
+            # Where only the calls tell: at the end of the first step.
+            assert "before it had called it 2 times" in messages["quiet"] and messages["quiet rows"] == 1, messages
+            assert messages["after"] == "True"
+            assert "before it had called it 2 times" in messages["three calls"]
+
+    def test_interrupted_between_the_branches(self):
+        for error in run_ranks(2, interrupted_worker):
+            assert error <= FLOAT32_BAR
+
+    def test_predictions_that_are_yet_to_come(self):
+        for results in run_ranks(2, reading_worker):
+            assert "shares predictions, not gradients" in results.pop("gradients")
+            for name, result in results.items():
+                if isinstance(result, str):
+                    assert "used a prediction of FluxTransformer2DModel" in result, (name, result)
+                else:
+                    assert result <= FLOAT32_BAR, (name, result)
+
+
+if __name__ == "__main__":
+    unittest.main()
