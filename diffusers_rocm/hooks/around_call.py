@@ -1,4 +1,4 @@
-"""What happens around a whole call of a module: outside all of its hooks, and outside what `module.compile()` compiles.
+"""What happens around a whole call of a module: outside its hooks, and outside what `module.compile()` compiles.
 
 A hook of torch cannot leave the module's own forward out, and one that talks to other ranks would break a graph.
 """

@@ -2,8 +2,8 @@
 
 Pipelines run the branches in two ways. Those that stack them call the denoiser once a step: each group takes its rows
 of the batch. Those that call it once for each branch: the groups take turns, and the call whose turn is another
-group's is answered at once by tensors that are yet to come. With the last call of a turn all predictions are exchanged.
-Whoever reads one before that gets an error: every answer is what the denoiser says to that very input, or none.
+group's is answered at once by tensors that are yet to come. With the last call all predictions are exchanged. Whoever
+reads one before that gets an error: every answer is what the denoiser says to that very input, or none.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +28,8 @@ class _Turns:
 
     def too_early(self, what: str) -> ValueError:
         return ValueError(
-            f"the pipeline used a prediction of {self.name} ({what}) before it had called it {self.size} times: it runs "
-            f"no guidance, or works on one branch before the next. Use cfg=1, and dp, ulysses or tp in its place"
+            f"the pipeline used a prediction of {self.name} ({what}) before it had called it {self.size} times: it "
+            "runs no guidance, or works on one branch before the next; use dp, ulysses or tp in place of cfg"
         )
 
 
@@ -190,10 +190,8 @@ def _rows(value: Any, name: str, batch: int, start: int, stop: int) -> Any:
     """The rows `start` to `stop` of whatever has one for each of the batch."""
     if isinstance(value, Tensor):
         # Positions are shared by the batch, unless they have a dim for it.
-        shared = (
-            value.ndim == 0 or value.shape[0] != batch or (name.endswith(("_ids", "rotary_emb")) and value.ndim < 3)
-        )
-        return value if shared else value[start:stop]
+        positions = name.endswith(("_ids", "rotary_emb")) and value.ndim < 3
+        return value[start:stop] if value.shape[:1] == (batch,) and not positions else value
     if isinstance(value, dict):
         return {key: _rows(item, str(key), batch, start, stop) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

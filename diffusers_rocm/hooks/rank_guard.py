@@ -49,10 +49,8 @@ def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
     tensors = {name: x.detach() for name, x in values.items() if isinstance(x, Tensor)}
     others = {name: repr(x) for name, x in values.items() if not isinstance(x, Tensor)}
     prints = torch.stack([fingerprint(x).cpu() for x in tensors.values()]).tolist() if tensors else []
-    mine = [
-        [name, [*x.shape], str(x.dtype), number] for (name, x), number in zip(tensors.items(), prints, strict=True)
-    ]
-    digest = zlib.crc32(repr((mine, others)).encode())
+    shapes = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
+    digest = zlib.crc32(repr((shapes, prints, others)).encode())
     if len(all_gather_int64(torch.tensor([digest]), axis).unique()) == 1:
         return True
     described = {name: _describe(x, number) for (name, x), number in zip(tensors.items(), prints, strict=True)}
@@ -186,11 +184,7 @@ class GuardedScheduler:
             listener.end_step()
         if self.check:
             finite = torch.isfinite(latents).all().to(torch.uint8)[None]
-            flags = (
-                all_gather(finite.to(self.axis.device), (1,) * self.axis.size, self.axis)
-                if self.axis.group
-                else finite
-            )
+            flags = all_gather(finite, (1,) * self.axis.size, self.axis)
             self._steps.append((self._count, flags))
             self._count += 1
             # A device is not waited for: it says in the next step what was wrong in this one.

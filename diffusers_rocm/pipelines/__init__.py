@@ -19,7 +19,7 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
 
     Args:
         config: any of this package.
-        rank_check: when to compare the inputs of the ranks: in the `"first"` step of each call, `"always"`, or `"off"`.
+        rank_check: when to compare the inputs of the ranks: in the `"first"` step of a call, `"always"`, or `"off"`.
 
     Returns:
         The axes of the mesh.

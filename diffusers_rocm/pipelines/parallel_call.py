@@ -37,8 +37,8 @@ class ParallelCall:
             reason = _no_guidance(self._pipe, defaults | arguments)
             if reason is not None:
                 raise ValueError(
-                    f"{type(self._pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would have "
-                    "all groups do the same work; turn guidance on, or use dp, ulysses or tp in its place"
+                    f"{type(self._pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would "
+                    "have all groups do the same work; turn guidance on, or use dp, ulysses or tp in its place"
                 )
         if self._axes.dp.size > 1:
             return spread(call, self._pipe, arguments, self._axes.dp)

@@ -1,4 +1,4 @@
-"""Tiny pipelines that need no file: random transformers, embeddings in place of text encoders, latents for pictures."""
+"""Tiny pipelines that need no file: random transformers, embeddings for text encoders, latents for pictures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

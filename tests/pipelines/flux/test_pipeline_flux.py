@@ -19,7 +19,7 @@ from parameterized import parameterized
 
 from diffusers_rocm import ContextParallelConfig, TensorParallelConfig, parallelize
 from diffusers_rocm.distributed.sharding import Block, Shard
-from diffusers_rocm.hooks.rank_guard import SynchronisedInputs
+from diffusers_rocm.hooks.rank_guard import InputGuard
 from diffusers_rocm.models.plans import get_tensor_parallel_plan
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
@@ -76,33 +76,34 @@ def naive_worker(tp: int, prompts: list[str]) -> int:
 
 
 def perturbed_worker(tp: int, what: str) -> dict:
-    """The ranks are fed different things. Error, on every rank, against what the first rank alone would have made."""
+    """The ranks are fed different things: what the guard says, and what they would have made without it."""
     pipe, rank = load(), dist.get_rank()
     prompts = [RED_CIRCLE, "a green star on a white background"]
 
     def latents(rank: int) -> torch.Tensor:
         prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
-        generator = torch.Generator().manual_seed(rank if what == "latents" else 0)
-        return pipe(prompt, generator=generator, output_type="latent", **CALL).images
+        generator = torch.Generator().manual_seed(rank if what == "generator" else 0)
+        given = {"latents": torch.randn(1, 64, 64, generator=generator) + rank} if what == "latents" else {}
+        return pipe(prompt, generator=generator, output_type="latent", **given, **CALL).images
 
     wanted = latents(0)
     if what == "schedule":
         pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, "shift": 2.0 + rank})
-    scheduler_class = type(pipe.scheduler)
+    classes = [type(each) for each in (pipe, pipe.scheduler, pipe.transformer)]
     parallelize(pipe, TensorParallelConfig(tp=tp))
-    guarded = latents(rank)
-    first_input = pipe.transformer.parallelism.hooks[-2]
-    assert isinstance(first_input, SynchronisedInputs)
-    first_input.remove()
+    with pytest.raises(ValueError) as caught:
+        latents(rank)
+    pipe.transformer.disable_parallelism()
+    clean = [type(each) for each in (pipe, pipe.scheduler, pipe.transformer)] == classes
+    parallelize(pipe, TensorParallelConfig(tp=tp), rank_check="off")
     unguarded = latents(rank)
 
     pipe.transformer.disable_parallelism()
-    clean = not pipe.transformer._forward_pre_hooks and type(pipe.scheduler) is scheduler_class
     (image,) = draw(pipe, [RED_CIRCLE]) if rank == 0 else [None]  # on one rank alone: nothing may wait for the others
     return {
-        "error": relative_l2(guarded, wanted),
+        "message": str(caught.value),
         "unguarded": relative_l2(unguarded, wanted),
-        "clean": clean and "synchronised" not in vars(pipe.scheduler),
+        "clean": clean,
         "right": image is None or matches(image, RED_CIRCLE),
     }
 
@@ -141,12 +142,12 @@ def gradient_and_compile_worker(tp: int) -> tuple[float, float]:
     reference = config.get_output(model, inputs)
     (wanted,) = torch.autograd.grad(reference.square().sum(), x)
     model.enable_parallelism(config=TensorParallelConfig(tp=tp))
-    model.parallelism.hooks.append(SynchronisedInputs(model, model.parallelism.axes.model))
+    model.parallelism.hooks.append(InputGuard(model, model.parallelism.axes.model))
     (got,) = torch.autograd.grad(config.get_output(model, inputs).square().sum(), x)
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
-    if dist.get_rank() > 0:
-        inputs["pooled_projections"] = inputs["pooled_projections"] + 1
+    if dist.get_rank() > 0:  # as if rounded otherwise
+        inputs["hidden_states"] = inputs["hidden_states"] * 1.001
     with torch.no_grad():
         return relative_l2(got, wanted), relative_l2(config.get_output(model, inputs), reference)
 
@@ -228,13 +229,19 @@ class TestEmbeddedFlux(unittest.TestCase):
         for right in run_ranks(2, naive_worker, 2, held_out_prompts(8)):
             assert right == 0
 
-    @parameterized.expand([("latents",), ("prompt",), ("schedule",)])
+    @parameterized.expand([("generator",), ("latents",), ("prompt",), ("schedule",)])
     def test_inputs_of_one_rank_perturbed(self, what):
         results = run_ranks(3, perturbed_worker, 3, what)
+        said = {
+            "generator": "different generators (seed 0 on rank 0, seed 1 on rank 1, seed 2 on rank 2)",
+            "latents": "different inputs to FluxTransformer2DModel: hidden_states is [1, 64, 64] float32 (",
+            "prompt": "different inputs to FluxTransformer2DModel: ",
+            "schedule": "different schedules: timesteps is [8] float32 (",
+        }
         for result in results:
-            assert result["error"] <= 1e-5 and result["clean"] and result["right"], results
-        if what != "schedule":  # the scheduler's own guard is still there
-            assert max(result["unguarded"] for result in results) > 1e-3, results
+            assert said[what] in result["message"] and "\n" not in result["message"], result["message"]
+            assert result["clean"] and result["right"], results
+        assert max(result["unguarded"] for result in results) > 1e-3, results
 
     def test_pipelines_that_share_a_scheduler(self):
         assert run_ranks(2, two_pipelines_worker, 2) == [[True] * 4] * 2
@@ -249,7 +256,9 @@ class TestEmbeddedFlux(unittest.TestCase):
 
     def test_different_numbers_of_prompts(self):
         for message in run_ranks(2, shapes_worker, 2):
-            assert "the ranks feed FluxTransformer2DModel inputs of different shapes" in message, message
+            assert "different inputs to FluxTransformer2DModel: hidden_states is [1, 64, 64] float32" in message, (
+                message
+            )
 
     def test_different_numbers_of_steps(self):
         for message in run_ranks(2, steps_worker, 2):
