@@ -5,7 +5,7 @@ Everything hangs on torch's own module hooks, so `module.forward` stays free for
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
-from ..models.plans.context_plan import ContextParallelPlan, LeadingTokens
+from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
 from ..models.plans.plan import match
 
 
@@ -230,7 +230,8 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
     for path, module in parallel:
         hooks += _must_reach(module, path, split)
-    hooks.append(model.register_forward_hook(_map_output(functools.partial(share_gradient, axis=split.cp))))
+    share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
+    hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
     processors = {id(module.processor): module.processor for _, module in parallel}
     return hooks + [SplitProcessor(processor, split) for processor in processors.values()]
 
@@ -253,23 +254,29 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, (list, tuple)):
         return type(value)(_map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
     return value
 
 
-def _map_output(function: Callable[[Tensor], Tensor]) -> Callable:
+def _map_outputs(function: Callable[[int, Any], Any]) -> Callable:
+    """A forward hook that replaces each output by `function(its number, it)`."""
+
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if isinstance(output, dict):
-            for key, value in output.items():
-                output[key] = _map_tensors(value, function)
+            for index, (key, value) in enumerate(output.items()):
+                output[key] = function(index, value)
             return output
-        return _map_tensors(output, function)
+        if isinstance(output, (list, tuple)):
+            return type(output)(function(index, value) for index, value in enumerate(output))
+        return function(0, output)
 
     return hook
 
 
-def _inputs(module: nn.Module, how: Any) -> dict[str, ContextParallelInput | LeadingTokens]:
+def _inputs(module: nn.Module, how: Any) -> dict[str, InputPlan]:
     """The arguments that the plan names; without the counts that a block swallows unnamed."""
-    if isinstance(how, ContextParallelOutput):
+    if not isinstance(how, Mapping):
         return {}
     taken = inspect.signature(module.forward).parameters
     swallows = any(each.kind == each.VAR_POSITIONAL for each in taken.values())
@@ -277,9 +284,9 @@ def _inputs(module: nn.Module, how: Any) -> dict[str, ContextParallelInput | Lea
     return {k: v for k, v in named.items() if not (isinstance(v, LeadingTokens) and swallows and k not in taken)}
 
 
-def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) -> list[RemovableHandle]:
-    if isinstance(how, ContextParallelOutput):
-        return [module.register_forward_hook(_map_output(lambda x: split.gather(x, how, f"the output of {path}")))]
+def _module_hooks(module: nn.Module, path: str, how: ModulePlan, split: SequenceSplit) -> list[RemovableHandle]:
+    if not isinstance(how, Mapping):
+        return [module.register_forward_hook(_gather_outputs(path, how, split))]
     inputs = _inputs(module, how)
     outputs = {key: each for key, each in how.items() if isinstance(key, int)}
     hooks = []
@@ -290,8 +297,18 @@ def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) 
     return hooks
 
 
-def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: SequenceSplit) -> Callable:
+def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], split: SequenceSplit) -> Callable:
     positions = {key: index for index, key in enumerate(inspect.signature(module.forward).parameters)}
+
+    def apart(value: Any, how: ContextParallelInput | Sequence[ContextParallelInput | None] | None, key: str) -> Any:
+        if how is None:
+            return value
+        if isinstance(how, ContextParallelInput):
+            each = functools.partial(split.split, how=how, what=f"{path}'s {key}", stream=key in split.plan.streams)
+            return _map_tensors(value, each)
+        if not isinstance(value, (list, tuple)) or len(value) != len(how):
+            raise ValueError(f"{split.name}: {path}'s {key} is no list of {len(how)} tensors, as the plan has it")
+        return type(value)(apart(item, each, key) for item, each in zip(value, how, strict=True))
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         values = list(args)
@@ -303,26 +320,34 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: S
             if isinstance(how, LeadingTokens):
                 where[index] = split.leading(value)
                 continue
-            stream = key in split.plan.streams
-            if stream:
+            if key in split.plan.streams:
                 split.lengths[key] = value.shape[how.split_dim]
-            apart = functools.partial(split.split, how=how, what=f"{path}'s {key}", stream=stream)
-            where[index] = _map_tensors(value, apart)
+            where[index] = apart(value, how, key)
         return tuple(values), kwargs
 
     return hook
 
 
 def _split_outputs(path: str, outputs: dict[int, ContextParallelInput], split: SequenceSplit) -> Callable:
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return split.split(output, outputs[0], f"the output of {path}")
-        values = list(output)
-        for index, how in outputs.items():
-            values[index] = split.split(values[index], how, f"output {index} of {path}")
-        return type(output)(values)
+    def apart(index: int, value: Any) -> Any:
+        if index not in outputs:
+            return value
+        return split.split(value, outputs[index], f"output {index} of {path}")
 
-    return hook
+    return _map_outputs(apart)
+
+
+def _gather_outputs(
+    path: str, how: ContextParallelOutput | Sequence[ContextParallelOutput | None], split: SequenceSplit
+) -> Callable:
+    def together(index: int, value: Any) -> Any:
+        if not isinstance(how, ContextParallelOutput) and index >= len(how):
+            raise ValueError(f"{split.name}: {path} has more outputs than the {len(how)} that the plan gathers")
+        each = how if isinstance(how, ContextParallelOutput) else how[index]
+        gather = functools.partial(split.gather, how=each, what=f"output {index} of {path}")
+        return value if each is None else _map_tensors(value, gather)
+
+    return _map_outputs(together)
 
 
 def _may_be_cached(module: nn.Module) -> bool:
