@@ -5,6 +5,7 @@ Everything hangs on torch's own module hooks, so `module.forward` stays free for
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,9 +185,27 @@ class SplitProcessor:
 
 def attention_modules(model: nn.Module, plan: ContextParallelPlan) -> Iterator[tuple[str, nn.Module]]:
     """The attention modules, by their processor, that see split sequences."""
-    whole = {path for _, _, found in match(model, dict.fromkeys(plan.whole)) for path, _ in found}
+    whole = _whole_paths(model, plan)
     for path, module in model.named_modules():
         if callable(getattr(module, "processor", None)) and path not in whole:
+            yield path, module
+
+
+def _whole_paths(model: nn.Module, plan: ContextParallelPlan) -> set[str]:
+    return {path for _, _, found in match(model, dict.fromkeys(plan.whole)) for path, _ in found}
+
+
+# What a module that computes attention calls its projections, where its class does not say that it does.
+_PROJECTIONS = {"to_q", "to_qkv", "q_proj", "qkv", "qkv_proj", "query", "wq"}
+
+
+def _unseen_attention(model: nn.Module, seen: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that, by their looks, compute attention, and are neither in, nor around, those at the paths seen."""
+    inside = tuple(f"{path}." for path in seen)
+    for path, module in model.named_modules():
+        by_name = re.search("attention|attn", type(module).__name__, re.IGNORECASE)
+        apart = path not in seen and not path.startswith(inside) and not any(x.startswith(f"{path}.") for x in seen)
+        if path and apart and (by_name or _PROJECTIONS & module._modules.keys()):
             yield path, module
 
 
@@ -204,7 +223,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     """Hang a split on its model; each of what is returned has a `remove()`.
 
     Raises:
-        ValueError: the plan names what the model lacks. Nothing is changed then.
+        ValueError: the plan does not fit the model, or some attention would not be seen. Nothing is changed then.
     """
     plan, name = split.plan, split.name
     found = {rule: modules for rule, _, modules in match(model, plan.modules) if rule}
@@ -223,6 +242,12 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     parallel = list(attention_modules(model, plan))
     if not parallel:
         raise ValueError(f"{name} has no attention module with a processor; its attention cannot be parallel")
+    seen = {path for path, _ in parallel} | _whole_paths(model, plan)
+    for path, module in _unseen_attention(model, seen):
+        raise ValueError(
+            f"{name}: {path} ({type(module).__name__}) has no processor, so its attention would be over one rank's "
+            "tokens only; give it one, or name it in the `whole` of a ContextParallelPlan if it sees no split sequence"
+        )
 
     hooks: list[Any] = [_begin(model, split)]
     for rule, modules in found.items():

@@ -1,14 +1,17 @@
-"""Plans that users write: what is refused before anything is split and lists of tensors."""
+"""Plans that users write: what is refused before anything is split, lists of tensors, attention that is not seen."""
 
 import unittest
 
+import diffusers
 import pytest
 import torch
 from diffusers.models._modeling_parallel import ContextParallelOutput
 from parameterized import parameterized
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.hooks.context_parallel import SequenceSplit, split_sequences
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, LeadingTokens, gather, split
 
 from ..testing_utils import relative_l2, run_ranks
@@ -24,6 +27,74 @@ FLUX = {
     "img_ids": split(0, 2),
     "txt_ids": split(0, 2),
 }
+
+
+def hang(model: nn.Module, plan: ContextParallelPlan) -> list:
+    """What enabling does of itself, without ranks: the model may be on meta."""
+    name, one = type(model).__name__, Axis.single("one")
+    return split_sequences(model, SequenceSplit(name, plan, one, one, one, "p2p"))
+
+
+def meta_model(name: str, **init) -> nn.Module:
+    with torch.device("meta"):
+        return getattr(diffusers, name)(**init)
+
+
+class PlainAttention(nn.Module):
+    """Attention from plain products, by a class that says so."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner = nn.Linear(width, 3 * width)
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        q, k, v = self.inner(hidden_states).chunk(3, -1)
+        return (q @ k.transpose(1, 2)).softmax(-1) @ v
+
+
+class Mixer(nn.Module):
+    """The same, known by its projections alone."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+
+
+class TestUnseenAttention(unittest.TestCase):
+    @parameterized.expand([(PlainAttention,), (Mixer,), (nn.MultiheadAttention,)])
+    def test_attention_without_a_processor_is_refused(self, cls):
+        model = meta_model("CogVideoXTransformer3DModel", num_layers=2, num_attention_heads=2)
+        model.transformer_blocks[1].mix = cls(16) if cls is not nn.MultiheadAttention else cls(16, 2)
+        with pytest.raises(ValueError) as caught:
+            hang(model, ContextParallelPlan(IMAGE))
+        assert f"transformer_blocks.1.mix ({cls.__name__}) has no processor" in str(caught.value), caught.value
+        assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 0
+        assert hang(model, ContextParallelPlan(IMAGE, whole=("transformer_blocks.*.mix",)))
+
+    def test_pooling_of_the_text(self):
+        model = meta_model("MochiTransformer3DModel", num_layers=1)
+        with pytest.raises(ValueError, match="time_embed.pooler \\(MochiAttentionPool\\) has no processor"):
+            hang(model, ContextParallelPlan(IMAGE))
+        assert hang(model, ContextParallelPlan(IMAGE, whole=("time_embed.pooler",)))
+
+    @parameterized.expand(
+        [
+            ("AuraFlowTransformer2DModel",),
+            ("ChromaTransformer2DModel",),
+            ("CogVideoXTransformer3DModel",),
+            ("CogView4Transformer2DModel",),
+            ("ConsisIDTransformer3DModel",),
+            ("Lumina2Transformer2DModel",),
+            ("PixArtTransformer2DModel",),
+            ("SD3Transformer2DModel",),
+            ("SanaTransformer2DModel",),
+            ("SkyReelsV2Transformer3DModel",),
+            ("StableAudioDiTModel",),
+        ]
+    )
+    def test_attention_of_diffusers_is_seen(self, name):
+        depth = {"num_mmdit_layers": 1, "num_single_dit_layers": 1} if name.startswith("Aura") else {"num_layers": 1}
+        assert hang(meta_model(name, **depth), ContextParallelPlan(IMAGE))
 
 
 @torch.no_grad()
