@@ -35,6 +35,7 @@ class SequenceSplit:
         self.cp, self.ring, self.ulysses = cp, ring, ulysses
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
+        self.keys_are_whole = False  # those of the attention that comes next
 
     def split(self, x: Tensor, how: ContextParallelInput, what: str, stream: bool = False) -> Tensor:
         """This rank's run of `x` along `how.split_dim`; all of it if that is one element, and no stream of tokens.
@@ -112,6 +113,10 @@ class SequenceSplit:
                 )
             return kernel
 
+        if self.keys_are_whole:
+            self.keys_are_whole = False
+            out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)
+            return out
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
@@ -226,6 +231,9 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         ValueError: the plan does not fit the model, or some attention would not be seen. Nothing is changed then.
     """
     plan, name = split.plan, split.name
+    for path, reason, modules in match(model, plan.impossible):
+        if modules:
+            raise ValueError(f"a {name} with {path} cannot be split: {reason}")
     found = {rule: modules for rule, _, modules in match(model, plan.modules) if rule}
     found |= {"": [("", model)]} if "" in plan.modules else {}
     missing = [rule for rule, modules in found.items() if not modules]
@@ -255,6 +263,8 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
     for path, module in parallel:
         hooks += _must_reach(module, path, split)
+    for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
+        hooks += [layer.register_forward_hook(_makes_whole_keys(split)) for _, layer in layers]
     share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
     hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
     processors = {id(module.processor): module.processor for _, module in parallel}
@@ -265,7 +275,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths = {}
+        split.lengths, split.keys_are_whole = {}, False
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -381,6 +391,13 @@ def _may_be_cached(module: nn.Module) -> bool:
     return any("cache" in name or "broadcast" in name for name in hooks)
 
 
+def _makes_whole_keys(split: SequenceSplit) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        split.keys_are_whole = True
+
+    return hook
+
+
 def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[RemovableHandle]:
     """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
 
@@ -388,10 +405,16 @@ def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[Remo
         split.reached = False
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
-        if not split.reached and not _may_be_cached(module):
+        if split.reached or _may_be_cached(module):
+            return
+        if split_of(module) is None:
             raise ValueError(
-                f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over "
-                "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"
+                f"{split.name}: the processor of {path} ({type(module.processor).__name__}) was set after "
+                "enable_parallelism(); call disable_parallelism() and enable_parallelism() once it is there"
             )
+        raise ValueError(
+            f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over "
+            "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"
+        )
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]

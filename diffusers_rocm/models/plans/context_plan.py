@@ -1,7 +1,7 @@
 """What a context-parallel plan is: data that says where a model's sequences are split and gathered."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -33,6 +33,9 @@ class ContextParallelPlan:
         main: the stream that becomes the output, and is gathered.
         whole: paths of attention modules that see no split sequence among their keys (the text alone, or
             cross-attention): they are left alone.
+        whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
+            to split ones too: the attention that follows them is local.
+        impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
 
     Raises:
@@ -43,6 +46,8 @@ class ContextParallelPlan:
     streams: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     main: str = "hidden_states"
     whole: tuple[str, ...] = ()
+    whole_keys: tuple[str, ...] = ()
+    impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
 
     def __post_init__(self) -> None:
