@@ -188,6 +188,45 @@ class SplitProcessor:
     remove = pause
 
 
+class _SplitCheckpoint:
+    """A function that checkpoints a block, which then sees the lengths of its own forward whenever it runs again."""
+
+    def __init__(self, original: Callable, split: SequenceSplit):
+        self.original, self.split = original, split
+
+    def __call__(self, block: Callable, *args: Any, **kwargs: Any) -> Any:
+        split, lengths = self.split, self.split.lengths
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            split.lengths = lengths
+            return block(*args, **kwargs)
+
+        return self.original(run, *args, **kwargs)
+
+
+class SplitCheckpoints:
+    """Gradient checkpointing of a split model, switched on before or after it was split, until `remove()`."""
+
+    def __init__(self, model: nn.Module, split: SequenceSplit):
+        self._model = model
+
+        def before(model: nn.Module, args: tuple) -> None:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # which takes the lengths for constants
+                return
+            for module in model.modules():
+                original = vars(module).get("_gradient_checkpointing_func")
+                if original is not None and not isinstance(original, _SplitCheckpoint):
+                    module._gradient_checkpointing_func = _SplitCheckpoint(original, split)
+
+        self._handle = model.register_forward_pre_hook(before)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        for module in self._model.modules():
+            if isinstance(bound := vars(module).get("_gradient_checkpointing_func"), _SplitCheckpoint):
+                module._gradient_checkpointing_func = bound.original
+
+
 def attention_modules(model: nn.Module, plan: ContextParallelPlan) -> Iterator[tuple[str, nn.Module]]:
     """The attention modules, by their processor, that see split sequences."""
     whole = _whole_paths(model, plan)
@@ -257,7 +296,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
             "tokens only; give it one, or name it in the `whole` of a ContextParallelPlan if it sees no split sequence"
         )
 
-    hooks: list[Any] = [_begin(model, split)]
+    hooks: list[Any] = [_begin(model, split), SplitCheckpoints(model, split)]
     for rule, modules in found.items():
         for path, module in modules:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
