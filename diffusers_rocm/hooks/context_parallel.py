@@ -37,6 +37,9 @@ class SequenceSplit:
         self.reached = False  # by the attention module that runs
         self.keys_are_whole = False  # those of the attention that comes next
 
+    def __deepcopy__(self, memo: dict) -> "SequenceSplit":
+        return self  # what hooks and processors of a copied model share is that of the model
+
     def split(self, x: Tensor, how: ContextParallelInput, what: str, stream: bool = False) -> Tensor:
         """This rank's run of `x` along `how.split_dim`; all of it if that is one element, and no stream of tokens.
 
