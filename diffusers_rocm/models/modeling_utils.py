@@ -1,6 +1,5 @@
 """What `registration.py` puts on diffusers' models: enabling, disabling, saving and loading under our configs."""
 
-import copy
 import functools
 import gc
 import weakref
@@ -63,10 +62,6 @@ class Parallelism:
     config: OurConfig
     axis: Axis
     hooks: list[Removable] = field(default_factory=list)
-
-    def __deepcopy__(self, memo: dict) -> "Parallelism":
-        # A copied model is on the same ranks, and a mesh cannot be copied.
-        return Parallelism(self.config, self.axis, copy.deepcopy(self.hooks, memo))
 
 
 def enable_tensor_parallelism(model: nn.Module, config: TensorParallelConfig) -> None:

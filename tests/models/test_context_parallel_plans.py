@@ -103,7 +103,7 @@ def lists_worker() -> tuple[float, list[str]]:
     config = FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_dummy_inputs(1)
     for_all_tokens = randn(1, 1, 128, seed=40)
-    inputs["controlnet_block_samples"] = [randn(1, 35, 128, seed=41), for_all_tokens]
+    inputs["controlnet_block_samples"] = [for_all_tokens, randn(1, 35, 128, seed=41)]
     want = config.get_output(model, inputs)
 
     def run(residuals: list, outputs: list) -> Tensor:
@@ -114,8 +114,8 @@ def lists_worker() -> tuple[float, list[str]]:
         finally:
             model.disable_parallelism()
 
-    messages, error = [], relative_l2(run([split(1, 3), None], [None, gather()]), want)
-    for residuals, outputs in (([split(1, 3)], [None, gather()]), ([split(1, 3), None], [None])):
+    messages, error = [], relative_l2(run([None, split(1, 3)], [None, gather()]), want)
+    for residuals, outputs in (([split(1, 3)], [None, gather()]), ([None, split(1, 3)], [None])):
         with pytest.raises(ValueError) as caught:
             run(residuals, outputs)
         messages.append(str(caught.value))

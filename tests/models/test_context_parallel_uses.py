@@ -47,11 +47,13 @@ def checkpointing_worker(lengths: tuple[int, ...], first: str) -> dict[str, floa
     steps = [lambda: enable(model, RING), model.enable_gradient_checkpointing]
     for step in steps if first == "split" else reversed(steps):
         step()
+    checkpoint = model._gradient_checkpointing_func
     ours = gradients()
     for name, grad in ours.items():
         if not name.startswith("input"):
             dist.all_reduce(grad)
     model.disable_parallelism()
+    assert model._gradient_checkpointing_func is checkpoint
     again = gradients()
     scale = max(grad.norm() for name, grad in reference.items() if not name.startswith("input"))
     errors = {f"{name} restored": relative_l2(again[name], grad) for name, grad in reference.items() if grad.norm()}
