@@ -283,7 +283,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         raise ValueError(f"the context-parallel plan of {name} names {', '.join(missing)}, which this model lacks")
     for rule, modules in found.items():
         for path, module in modules:
-            taken = inspect.signature(module.forward).parameters
+            taken = _parameters(module)
             unknown = ", ".join(key for key in _inputs(module, plan.modules[rule]) if key not in taken)
             if unknown:
                 raise ValueError(
@@ -351,11 +351,17 @@ def _map_outputs(function: Callable[[int, Any], Any]) -> Callable:
     return hook
 
 
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """Of the class's forward: what offloading and caches put in its place does not always tell them."""
+    _, *parameters = inspect.signature(type(module).forward).parameters.items()
+    return dict(parameters)
+
+
 def _inputs(module: nn.Module, how: Any) -> dict[str, InputPlan]:
     """The arguments that the plan names; without the counts that a block swallows unnamed."""
     if not isinstance(how, Mapping):
         return {}
-    taken = inspect.signature(module.forward).parameters
+    taken = _parameters(module)
     swallows = any(each.kind == each.VAR_POSITIONAL for each in taken.values())
     named = {key: each for key, each in how.items() if isinstance(key, str)}
     return {k: v for k, v in named.items() if not (isinstance(v, LeadingTokens) and swallows and k not in taken)}
@@ -375,7 +381,7 @@ def _module_hooks(module: nn.Module, path: str, how: ModulePlan, split: Sequence
 
 
 def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], split: SequenceSplit) -> Callable:
-    positions = {key: index for index, key in enumerate(inspect.signature(module.forward).parameters)}
+    positions = {key: index for index, key in enumerate(_parameters(module))}
 
     def apart(value: Any, how: ContextParallelInput | Sequence[ContextParallelInput | None] | None, key: str) -> Any:
         if how is None:

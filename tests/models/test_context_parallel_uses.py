@@ -2,6 +2,7 @@
 
 import copy
 import unittest
+from unittest import mock
 
 import diffusers
 import torch
@@ -101,8 +102,10 @@ def group_offload_worker(kind: str, first: str) -> float:
         model.enable_group_offload(device, device, kind, num_blocks_per_group=1 if kind == "block_level" else None)
 
     steps = [lambda: enable(model, RING), offload]
-    for step in steps if first == "split" else reversed(steps):
-        step()
+    # diffusers 0.37 asks for an accelerator even where it has no use for one.
+    with mock.patch.object(torch.accelerator, "current_accelerator", return_value=torch.device("cpu")):
+        for step in steps if first == "split" else reversed(steps):
+            step()
     CONFIG.get_output(model, inputs)
     return relative_l2(CONFIG.get_output(model, inputs), want)
 
