@@ -5,7 +5,8 @@ Everything hangs on torch's own module hooks, so `module.forward` stays free for
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..distributed.collectives import copy_to_axis, gather_from_axis, share_grad
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
-from ..models.plans.context_plan import ContextParallelPlan, LeadingTokens
+from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
 from ..models.plans.plan import match
 
 
@@ -34,6 +35,10 @@ class SequenceSplit:
         self.cp, self.ring, self.ulysses = axes.context, axes.ring, axes.ulysses
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
+        self.keys_are_whole = False  # those of the attention that comes next
+
+    def __deepcopy__(self, memo: dict) -> "SequenceSplit":
+        return self  # what hooks and processors of a copied model share is that of the model
 
     def split(self, x: Tensor, how: ContextParallelInput, what: str, stream: bool = False) -> Tensor:
         """This rank's run of `x` along `how.split_dim`; all of it if that is one element, and no stream of tokens.
@@ -111,6 +116,10 @@ class SequenceSplit:
                 )
             return kernel
 
+        if self.keys_are_whole:
+            self.keys_are_whole = False
+            out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)
+            return out
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
@@ -182,11 +191,68 @@ class SplitProcessor:
     remove = pause
 
 
+class _SplitCheckpoint:
+    """A function that checkpoints a block, which then sees the lengths of its own forward whenever it runs again."""
+
+    def __init__(self, original: Callable, split: SequenceSplit):
+        self.original, self.split = original, split
+
+    def __call__(self, block: Callable, *args: Any, **kwargs: Any) -> Any:
+        split, lengths = self.split, self.split.lengths
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            split.lengths = lengths
+            return block(*args, **kwargs)
+
+        return self.original(run, *args, **kwargs)
+
+
+class SplitCheckpoints:
+    """Gradient checkpointing of a split model, switched on before or after it was split, until `remove()`."""
+
+    def __init__(self, model: nn.Module, split: SequenceSplit):
+        self._model = model
+
+        def before(model: nn.Module, args: tuple) -> None:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # which takes the lengths for constants
+                return
+            for module in model.modules():
+                original = vars(module).get("_gradient_checkpointing_func")
+                if original is not None and not isinstance(original, _SplitCheckpoint):
+                    module._gradient_checkpointing_func = _SplitCheckpoint(original, split)
+
+        self._handle = model.register_forward_pre_hook(before)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        for module in self._model.modules():
+            if isinstance(bound := vars(module).get("_gradient_checkpointing_func"), _SplitCheckpoint):
+                module._gradient_checkpointing_func = bound.original
+
+
 def attention_modules(model: nn.Module, plan: ContextParallelPlan) -> Iterator[tuple[str, nn.Module]]:
     """The attention modules, by their processor, that see split sequences."""
-    whole = {path for _, _, found in match(model, dict.fromkeys(plan.whole)) for path, _ in found}
+    whole = _whole_paths(model, plan)
     for path, module in model.named_modules():
         if callable(getattr(module, "processor", None)) and path not in whole:
+            yield path, module
+
+
+def _whole_paths(model: nn.Module, plan: ContextParallelPlan) -> set[str]:
+    return {path for _, _, found in match(model, dict.fromkeys(plan.whole)) for path, _ in found}
+
+
+# What a module that computes attention calls its projections, where its class does not say that it does.
+_PROJECTIONS = {"to_q", "to_qkv", "q_proj", "qkv", "qkv_proj", "query", "wq"}
+
+
+def _unseen_attention(model: nn.Module, seen: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that, by their looks, compute attention, and are neither in, nor around, those at the paths seen."""
+    inside = tuple(f"{path}." for path in seen)
+    for path, module in model.named_modules():
+        by_name = re.search("attention|attn", type(module).__name__, re.IGNORECASE)
+        apart = path not in seen and not path.startswith(inside) and not any(x.startswith(f"{path}.") for x in seen)
+        if path and apart and (by_name or _PROJECTIONS & module._modules.keys()):
             yield path, module
 
 
@@ -204,9 +270,12 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     """Hang a split on its model; each of what is returned has a `remove()`.
 
     Raises:
-        ValueError: the plan names what the model lacks. Nothing is changed then.
+        ValueError: the plan does not fit the model, or some attention would not be seen. Nothing is changed then.
     """
     plan, name = split.plan, split.name
+    for path, reason, modules in match(model, plan.impossible):
+        if modules:
+            raise ValueError(f"a {name} with {path} cannot be split: {reason}")
     found = {rule: modules for rule, _, modules in match(model, plan.modules) if rule}
     found |= {"": [("", model)]} if "" in plan.modules else {}
     missing = [rule for rule, modules in found.items() if not modules]
@@ -214,7 +283,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         raise ValueError(f"the context-parallel plan of {name} names {', '.join(missing)}, which this model lacks")
     for rule, modules in found.items():
         for path, module in modules:
-            taken = inspect.signature(module.forward).parameters
+            taken = _parameters(module)
             unknown = ", ".join(key for key in _inputs(module, plan.modules[rule]) if key not in taken)
             if unknown:
                 raise ValueError(
@@ -223,14 +292,23 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     parallel = list(attention_modules(model, plan))
     if not parallel:
         raise ValueError(f"{name} has no attention module with a processor; its attention cannot be parallel")
+    seen = {path for path, _ in parallel} | _whole_paths(model, plan)
+    for path, module in _unseen_attention(model, seen):
+        raise ValueError(
+            f"{name}: {path} ({type(module).__name__}) has no processor, so its attention would be over one rank's "
+            "tokens only; give it one, or name it in the `whole` of a ContextParallelPlan if it sees no split sequence"
+        )
 
-    hooks: list[Any] = [_begin(model, split)]
+    hooks: list[Any] = [_begin(model, split), SplitCheckpoints(model, split)]
     for rule, modules in found.items():
         for path, module in modules:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
     for path, module in parallel:
         hooks += _must_reach(module, path, split)
-    hooks.append(model.register_forward_hook(_map_output(functools.partial(share_gradient, axis=split.cp))))
+    for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
+        hooks += [layer.register_forward_hook(_makes_whole_keys(split)) for _, layer in layers]
+    share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
+    hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
     processors = {id(module.processor): module.processor for _, module in parallel}
     return hooks + [SplitProcessor(processor, split) for processor in processors.values()]
 
@@ -239,7 +317,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths = {}
+        split.lengths, split.keys_are_whole = {}, False
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -253,33 +331,45 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, (list, tuple)):
         return type(value)(_map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
     return value
 
 
-def _map_output(function: Callable[[Tensor], Tensor]) -> Callable:
+def _map_outputs(function: Callable[[int, Any], Any]) -> Callable:
+    """A forward hook that replaces each output by `function(its number, it)`."""
+
     def hook(module: nn.Module, args: tuple, output: Any) -> Any:
         if isinstance(output, dict):
-            for key, value in output.items():
-                output[key] = _map_tensors(value, function)
+            for index, (key, value) in enumerate(output.items()):
+                output[key] = function(index, value)
             return output
-        return _map_tensors(output, function)
+        if isinstance(output, (list, tuple)):
+            return type(output)(function(index, value) for index, value in enumerate(output))
+        return function(0, output)
 
     return hook
 
 
-def _inputs(module: nn.Module, how: Any) -> dict[str, ContextParallelInput | LeadingTokens]:
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """Of the class's forward: what offloading and caches put in its place does not always tell them."""
+    _, *parameters = inspect.signature(type(module).forward).parameters.items()
+    return dict(parameters)
+
+
+def _inputs(module: nn.Module, how: Any) -> dict[str, InputPlan]:
     """The arguments that the plan names; without the counts that a block swallows unnamed."""
-    if isinstance(how, ContextParallelOutput):
+    if not isinstance(how, Mapping):
         return {}
-    taken = inspect.signature(module.forward).parameters
+    taken = _parameters(module)
     swallows = any(each.kind == each.VAR_POSITIONAL for each in taken.values())
     named = {key: each for key, each in how.items() if isinstance(key, str)}
     return {k: v for k, v in named.items() if not (isinstance(v, LeadingTokens) and swallows and k not in taken)}
 
 
-def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) -> list[RemovableHandle]:
-    if isinstance(how, ContextParallelOutput):
-        return [module.register_forward_hook(_map_output(lambda x: split.gather(x, how, f"the output of {path}")))]
+def _module_hooks(module: nn.Module, path: str, how: ModulePlan, split: SequenceSplit) -> list[RemovableHandle]:
+    if not isinstance(how, Mapping):
+        return [module.register_forward_hook(_gather_outputs(path, how, split))]
     inputs = _inputs(module, how)
     outputs = {key: each for key, each in how.items() if isinstance(key, int)}
     hooks = []
@@ -290,8 +380,18 @@ def _module_hooks(module: nn.Module, path: str, how: Any, split: SequenceSplit) 
     return hooks
 
 
-def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: SequenceSplit) -> Callable:
-    positions = {key: index for index, key in enumerate(inspect.signature(module.forward).parameters)}
+def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], split: SequenceSplit) -> Callable:
+    positions = {key: index for index, key in enumerate(_parameters(module))}
+
+    def apart(value: Any, how: ContextParallelInput | Sequence[ContextParallelInput | None] | None, key: str) -> Any:
+        if how is None:
+            return value
+        if isinstance(how, ContextParallelInput):
+            each = functools.partial(split.split, how=how, what=f"{path}'s {key}", stream=key in split.plan.streams)
+            return _map_tensors(value, each)
+        if not isinstance(value, (list, tuple)) or len(value) != len(how):
+            raise ValueError(f"{split.name}: {path}'s {key} is no list of {len(how)} tensors, as the plan has it")
+        return type(value)(apart(item, each, key) for item, each in zip(value, how, strict=True))
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         values = list(args)
@@ -303,32 +403,47 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, Any], split: S
             if isinstance(how, LeadingTokens):
                 where[index] = split.leading(value)
                 continue
-            stream = key in split.plan.streams
-            if stream:
+            if key in split.plan.streams:
                 split.lengths[key] = value.shape[how.split_dim]
-            apart = functools.partial(split.split, how=how, what=f"{path}'s {key}", stream=stream)
-            where[index] = _map_tensors(value, apart)
+            where[index] = apart(value, how, key)
         return tuple(values), kwargs
 
     return hook
 
 
 def _split_outputs(path: str, outputs: dict[int, ContextParallelInput], split: SequenceSplit) -> Callable:
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return split.split(output, outputs[0], f"the output of {path}")
-        values = list(output)
-        for index, how in outputs.items():
-            values[index] = split.split(values[index], how, f"output {index} of {path}")
-        return type(output)(values)
+    def apart(index: int, value: Any) -> Any:
+        if index not in outputs:
+            return value
+        return split.split(value, outputs[index], f"output {index} of {path}")
 
-    return hook
+    return _map_outputs(apart)
+
+
+def _gather_outputs(
+    path: str, how: ContextParallelOutput | Sequence[ContextParallelOutput | None], split: SequenceSplit
+) -> Callable:
+    def together(index: int, value: Any) -> Any:
+        if not isinstance(how, ContextParallelOutput) and index >= len(how):
+            raise ValueError(f"{split.name}: {path} has more outputs than the {len(how)} that the plan gathers")
+        each = how if isinstance(how, ContextParallelOutput) else how[index]
+        gather = functools.partial(split.gather, how=each, what=f"output {index} of {path}")
+        return value if each is None else _map_tensors(value, gather)
+
+    return _map_outputs(together)
 
 
 def _may_be_cached(module: nn.Module) -> bool:
     """A cache of diffusers that answers for the whole module by the number of the step, the same on all ranks."""
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
     return any("cache" in name or "broadcast" in name for name in hooks)
+
+
+def _makes_whole_keys(split: SequenceSplit) -> Callable:
+    def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        split.keys_are_whole = True
+
+    return hook
 
 
 def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[RemovableHandle]:
@@ -338,10 +453,16 @@ def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[Remo
         split.reached = False
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
-        if not split.reached and not _may_be_cached(module):
+        if split.reached or _may_be_cached(module):
+            return
+        if split_of(module) is None:
             raise ValueError(
-                f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over "
-                "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"
+                f"{split.name}: the processor of {path} ({type(module.processor).__name__}) was set after "
+                "enable_parallelism(); call disable_parallelism() and enable_parallelism() once it is there"
             )
+        raise ValueError(
+            f"{split.name}: {path} ({type(module.processor).__name__}) computed its attention by itself, over "
+            "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"
+        )
 
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]

@@ -153,6 +153,4 @@ def _gather(value: Any, name: str, count: int, places: list[int], dp: Axis) -> A
         if isinstance(first, bool):
             return _gather(torch.tensor(value), name, count, places, dp).tolist()
     kind = f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
-    raise ValueError(
-        f"{name} is a {kind}, not {count} pictures; with dp, output_type is 'pil', 'np', 'pt' or 'latent'"
-    )
+    raise ValueError(f"{name} is a {kind}, not {count} pictures; output_type is 'pil', 'np', 'pt' or 'latent'")

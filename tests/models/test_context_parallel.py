@@ -147,7 +147,11 @@ def errors_worker() -> dict[str, str]:
     refuse("too few", ContextParallelConfig(ring_degree=2))
     refuse("too many", ContextParallelConfig(ring_degree=4))
     refuse("missing module", ContextParallelConfig(3), cp_plan={"": {"hidden_states": split(1, 3)}, "out": gather()})
-    refuse("missing argument", ContextParallelConfig(3), cp_plan={"": {"image": split(1, 3)}})
+    refuse(
+        "missing argument",
+        ContextParallelConfig(3),
+        cp_plan={"": {"hidden_states": split(1, 3), "image": split(1, 3)}},
+    )
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ring",))
     messages["mesh"] = message_of(ContextParallelConfig, ring_degree=2, mesh=mesh)
     unnamed = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))

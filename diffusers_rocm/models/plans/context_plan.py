@@ -1,7 +1,7 @@
 """What a context-parallel plan is: data that says where a model's sequences are split and gathered."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -13,8 +13,10 @@ class LeadingTokens:
     """
 
 
-# What diffusers' `_cp_plan` maps a module's path to, and counts.
-ModulePlan = Mapping[str | int, ContextParallelInput | LeadingTokens] | ContextParallelOutput
+# What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
+# a list, or for each output; None leaves one alone.
+InputPlan = ContextParallelInput | LeadingTokens | Sequence[ContextParallelInput | None]
+ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
 
 @dataclass(frozen=True)
@@ -24,21 +26,57 @@ class ContextParallelPlan:
     Attributes:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
-            so is a tensor with fewer dims than expected. A list of tensors is split item by item. Hooks run in the
-            order of the rules.
+            so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
+            list in the plan says. Hooks run in the order of the rules.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
         whole: paths of attention modules that see no split sequence among their keys (the text alone, or
             cross-attention): they are left alone.
+        whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
+            to split ones too: the attention that follows them is local.
+        impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
+
+    Raises:
+        ValueError: a rule of another format, or none that splits `main` as an argument.
     """
 
     modules: Mapping[str, ModulePlan]
     streams: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     main: str = "hidden_states"
     whole: tuple[str, ...] = ()
+    whole_keys: tuple[str, ...] = ()
+    impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
+
+    def __post_init__(self) -> None:
+        for path, rule in self.modules.items():
+            parts = rule.items() if isinstance(rule, Mapping) else [(None, rule)]
+            if not all(self._fits(key, how) for key, how in parts):
+                raise ValueError(
+                    f"{path!r}: {rule!r} cannot be in a context-parallel plan: a module's path goes with {{argument: "
+                    "split(), number of an output: split(output=True)} or with gather(); a list of them may stand for "
+                    "several tensors, but a stream of tokens is one"
+                )
+        arguments = {key for rule in self.modules.values() if isinstance(rule, Mapping) for key in rule}
+        if self.main not in arguments:
+            raise ValueError(
+                f"this context-parallel plan splits no argument {self.main!r}, from which the length of the sequence "
+                "is known: split it where a module takes it, or pass a ContextParallelPlan with another `main`"
+            )
+
+    def _fits(self, key: str | int | None, how: object) -> bool:
+        """Can it stand beside the name of an argument, the number of an output, or, for None, a module's path?"""
+        if isinstance(how, (list, tuple)):
+            kind = type(None), ContextParallelOutput if key is None else ContextParallelInput
+            allowed = not isinstance(key, int) and key not in self.streams
+            return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
+        if key is None:
+            return isinstance(how, ContextParallelOutput)
+        if isinstance(how, LeadingTokens):
+            return isinstance(key, str)
+        return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
 
 def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:

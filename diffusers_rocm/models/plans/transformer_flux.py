@@ -59,7 +59,7 @@ TENSOR_PARALLEL_PLANS = {
     "FluxControlNetModel": FLUX_CONTROLNET,
 }
 
-# diffusers' plan, and what a ControlNet adds to the image stream.
+# diffusers' plan, and what a ControlNet adds to the image stream. An IP-Adapter's image prompt stays whole.
 _SPLIT = FluxTransformer2DModel._cp_plan[""]
 
 CONTEXT_PARALLEL_PLANS = {
@@ -71,7 +71,8 @@ CONTEXT_PARALLEL_PLANS = {
                 "controlnet_single_block_samples": split(1, 3),
             },
             "proj_out": gather(),
-        }
+        },
+        whole_keys=("transformer_blocks.*.attn.processor.to_k_ip.*",),
     ),
     # diffusers has none.
     "FluxControlNetModel": ContextParallelPlan(
@@ -79,6 +80,10 @@ CONTEXT_PARALLEL_PLANS = {
             "": {**_SPLIT, "controlnet_cond": split(1, 3)},
             "controlnet_blocks.*": gather(),
             "controlnet_single_blocks.*": gather(),
-        }
+        },
+        impossible={
+            "controlnet_mode_embedder": "a union ControlNet puts its mode before the text of every rank; leave it "
+            "whole, a split transformer takes what it gives"
+        },
     ),
 }

@@ -1,5 +1,6 @@
 import unittest
 
+import pytest
 import torch
 from diffusers import FluxControlNetModel
 from parameterized import parameterized
@@ -8,7 +9,7 @@ from diffusers_rocm import TensorParallelConfig
 
 from ...testing_utils import relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
-from ..testing_utils.context_parallelism import ContextParallelTesterMixin
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin, enable
 from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin
 from ..transformers.test_models_transformer_flux import FLUX_INIT, flux_inputs
 
@@ -45,7 +46,24 @@ def variant_worker(tp: int, init: dict) -> float:
     return relative_l2(config.get_output(model, inputs), reference)
 
 
+def union_worker() -> str:
+    """Its mode would be joined to the text of every rank."""
+    config = FluxControlNetTesterConfig()
+    init = {**config.get_init_dict(), "num_mode": 3}
+    config.get_init_dict = lambda: init
+    model = config.get_model()
+    with pytest.raises(ValueError) as caught:
+        enable(model, (2, 1, "p2p"))
+    assert getattr(model, "parallelism", None) is None
+    return str(caught.value)
+
+
 class TestFluxControlNetVariants(unittest.TestCase):
+    def test_union_under_context_parallelism(self):
+        for message in run_ranks(2, union_worker):
+            assert "a FluxControlNetModel with controlnet_mode_embedder cannot be split" in message, message
+            assert "leave it whole" in message, message
+
     @parameterized.expand([("few blocks", {"num_single_layers": 0}), ("union", {"num_mode": 3})])
     def test_variant(self, name, init):
         for error in run_ranks(2, variant_worker, 2, init):

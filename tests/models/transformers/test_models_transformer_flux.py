@@ -4,6 +4,7 @@ import functools
 import unittest
 from unittest import mock
 
+import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 from parameterized import parameterized
@@ -17,8 +18,14 @@ from diffusers_rocm.hooks.modulation import StepModulation
 from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
 from ..testing_utils.any_mesh import AnyMeshTesterMixin
 from ..testing_utils.common import BaseModelTesterConfig, randn
-from ..testing_utils.context_parallelism import ContextParallelTesterMixin
-from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin, _clone_state, _same_state
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin, enable
+from ..testing_utils.parallelism import (
+    FLOAT32_BAR,
+    TensorParallelTesterMixin,
+    _clone_state,
+    _same_state,
+    weighted_backward,
+)
 
 
 def flux_inputs(batch_size: int, guidance: bool) -> dict:
@@ -249,6 +256,48 @@ def no_blocks_worker(tp: int, **changes) -> float:
     return relative_l2(config.get_output(model, inputs), reference)
 
 
+def context_ip_adapter_worker(split: tuple) -> tuple[dict[str, float], float, str]:
+    """Errors with two IP-Adapters, what they change at all, and what is said of one that comes after the split."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(2)
+    images = [randn(2, 1, 10, seed=30).requires_grad_(), randn(2, 1, 10, seed=31).requires_grad_()]
+    leaves = dict(zip(("first", "second"), images, strict=True))
+
+    def output() -> torch.Tensor:
+        return config.get_output(
+            model, {**inputs, "joint_attention_kwargs": {"ip_adapter_image_embeds": list(images)}}
+        )
+
+    def backward() -> dict[str, torch.Tensor]:
+        kwargs = {"joint_attention_kwargs": {"ip_adapter_image_embeds": list(images)}}
+        return weighted_backward(config, model, {**inputs, **kwargs}, leaves)
+
+    plain = config.get_output(model, inputs)
+    enable(model, split)
+    model._load_ip_adapter_weights([ip_adapter_state_dict(model, seed) for seed in (10, 20)])
+    with pytest.raises(ValueError) as caught, torch.no_grad():
+        output()
+    model.disable_parallelism()
+    reference, gradients = output(), backward()
+    enable(model, split)
+    errors = {f"gradient of the {name}": relative_l2(x, gradients[name]) for name, x in backward().items()}
+    errors["output"] = relative_l2(output(), reference)
+    return errors, relative_l2(plain, reference), str(caught.value)
+
+
+@torch.no_grad()
+def controlnet_residuals_worker(split: tuple) -> tuple[float, float]:
+    """Error with a ControlNet's residuals, which every rank is given whole, and what they change at all."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    plain = config.get_output(model, inputs)
+    inputs["controlnet_block_samples"] = [randn(1, 35, 128, seed=seed) for seed in (40, 41)]
+    inputs["controlnet_single_block_samples"] = (randn(1, 35, 128, seed=42),)
+    reference = config.get_output(model, inputs)
+    enable(model, split)
+    return relative_l2(config.get_output(model, inputs), reference), relative_l2(plain, reference)
+
+
 class Interrupt(BaseException):
     """As KeyboardInterrupt, which no hook sees."""
 
@@ -327,6 +376,19 @@ def requires_grad_worker(tp: int) -> bool:
     before[changed] = not before[changed]
     model.disable_parallelism()
     return before == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+class TestFluxTransformerContextParallelCases(unittest.TestCase):
+    @parameterized.expand([((3, 1, "p2p"),), ((1, 2, "p2p"),)])
+    def test_ip_adapters(self, split):
+        for errors, change, message in run_ranks(split[0] * split[1], context_ip_adapter_worker, split):
+            assert max(errors.values()) <= FLOAT32_BAR and change > 0.01, (errors, change)
+            assert "transformer_blocks.0.attn (FluxIPAdapterAttnProcessor) was set after" in message, message
+
+    @parameterized.expand([((3, 1, "p2p"),), ((1, 2, "p2p"),)])
+    def test_residuals_of_a_controlnet(self, split):
+        for error, change in run_ranks(split[0] * split[1], controlnet_residuals_worker, split):
+            assert error <= FLOAT32_BAR and change > 0.01, (error, change)
 
 
 class TestFluxTransformerTensorParallelCases(unittest.TestCase):

@@ -2,9 +2,12 @@ import unittest
 
 import torch
 from diffusers import QwenImageTransformer2DModel
+from parameterized import parameterized
 
+from ...testing_utils import run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
-from ..testing_utils.context_parallelism import ContextParallelTesterMixin
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin, parity_worker
+from ..testing_utils.parallelism import FLOAT32_BAR
 
 
 class QwenImageTransformerTesterConfig(BaseModelTesterConfig):
@@ -51,6 +54,14 @@ class QwenImageEditTransformerTesterConfig(QwenImageTransformerTesterConfig):
         return inputs
 
 
+class QwenImageControlNetTransformerTesterConfig(QwenImageTransformerTesterConfig):
+    """With the residuals of a ControlNet, which every rank is given whole."""
+
+    def get_dummy_inputs(self, batch_size=1):
+        residuals = [randn(batch_size, 35, 80, seed=seed) for seed in (3, 4)]
+        return {**super().get_dummy_inputs(batch_size), "controlnet_block_samples": residuals}
+
+
 class TestQwenImageTransformerContextParallel(
     QwenImageTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
 ):
@@ -61,3 +72,11 @@ class TestQwenImageEditTransformerContextParallel(
     QwenImageEditTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
 ):
     pass
+
+
+class TestQwenImageControlNetResiduals(unittest.TestCase):
+    @parameterized.expand([((3, 1, "p2p"),), ((1, 2, "p2p"),)])
+    def test_parity(self, split):
+        config = QwenImageControlNetTransformerTesterConfig()
+        for result in run_ranks(split[0] * split[1], parity_worker, config, split, 2):
+            assert result["error"] <= FLOAT32_BAR and result["output_restored"], result
