@@ -64,5 +64,5 @@ def guard_ranks(
         hooks += zip(denoisers, guards, strict=True)
         listeners += guards
     hooks.append((denoisers[0], GuardedScheduler(pipe.scheduler, axes.replica, listeners, rank_check != "off")))
-    hooks.append((denoisers[0], ParallelCall(pipe, axes)))
+    hooks.append((denoisers[0], ParallelCall(pipe, axes, rank_check != "off")))
     return hooks

@@ -19,8 +19,8 @@ from .data_parallel import spread
 class ParallelCall:
     """Hangs on a pipeline, around its call, until `remove()`."""
 
-    def __init__(self, pipe: DiffusionPipeline, axes: Axes):
-        self._pipe, self._axes = pipe, axes
+    def __init__(self, pipe: DiffusionPipeline, axes: Axes, check: bool = True):
+        self._pipe, self._axes, self._check = pipe, axes, check
         pipe.parallel_call = self
         pipe.__class__ = _parallel_class(type(pipe))
 
@@ -31,7 +31,7 @@ class ParallelCall:
     def run(self, call: Callable[..., Any], known: Mapping[str, inspect.Parameter], arguments: dict[str, Any]) -> Any:
         """`call(**arguments)` for all ranks."""
         if "generator" in known:
-            arguments["generator"] = _same_generators(arguments.get("generator"), self._axes.world)
+            arguments["generator"] = _generators(arguments.get("generator"), self._axes.world, self._check)
         if self._axes.cfg.size > 1:
             defaults = {name: each.default for name, each in known.items()}
             reason = _no_guidance(self._pipe, defaults | arguments)
@@ -62,22 +62,22 @@ def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
     return Parallel
 
 
-def _same_generators(given: Any, axis: Axis) -> Any:
-    """The caller's generators, if every rank has the same; a new one, the same on all ranks, if there are none.
+def _generators(given: Any, axis: Axis, check: bool) -> Any:
+    """The caller's generators; a new one, the same on all ranks, if there are none.
 
     Raises:
-        ValueError: some ranks have other generators, or other seeds, or none.
+        ValueError: to be checked, and some ranks have other generators, or other seeds, or none.
     """
     generators = given if isinstance(given, list) else [] if given is None else [given]
     states = zlib.crc32(b"".join(each.get_state().numpy().tobytes() for each in generators))
     seed = generators[0].initial_seed() if generators else torch.randint(2**62, ()).item()
     # Numbers of 64 bits: a seed may have no sign.
     rows = all_gather_int64(torch.tensor([len(generators), states, seed - (seed >= 2**63) * 2**64]), axis)
-    if len({(count, state) for count, state, _ in rows.tolist()}) > 1:
+    if check and len({(count, state) for count, state, _ in rows.tolist()}) > 1:
         ranks = dist.get_process_group_ranks(axis.group)
-        seen = [f"seed {seed} on rank {rank}" if count else f"none on rank {rank}" for rank, (count, _, seed) in
-                zip(ranks, rows.tolist(), strict=True)]  # fmt: skip
-        raise ValueError(f"the ranks were given different generators ({', '.join(seen)}); give all the same, or none")
+        seen = [f"seed {seed}" if count else "none" for count, _, seed in rows.tolist()]
+        seen = ", ".join(f"{each} on rank {rank}" for each, rank in zip(seen, ranks, strict=True))
+        raise ValueError(f"the ranks were given different generators ({seen}); give all the same, or none")
     if generators:
         return given
     return torch.Generator().manual_seed(rows[0, 2].item())
