@@ -97,7 +97,7 @@ class RankPool:
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    backend = _AttentionBackendRegistry.get_active_backend()[0]
+    attention_backend = _AttentionBackendRegistry.get_active_backend()[0]
     while True:
         try:
             world, rank, store, device, function, args = connection.recv()
@@ -111,8 +111,8 @@ def _serve(connection: Connection) -> None:
                     dist.init_process_group("gloo", timeout=timedelta(seconds=60), **group)
                 else:
                     torch.accelerator.set_device_index(rank)
-                    backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-                    dist.init_process_group(backend, timeout=timedelta(seconds=60), **group)
+                    backends = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+                    dist.init_process_group(backends, timeout=timedelta(seconds=60), **group)
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
@@ -120,7 +120,7 @@ def _serve(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             # A model's set_attention_backend sets it for the whole process in some versions of diffusers.
-            _AttentionBackendRegistry.set_active_backend(backend)
+            _AttentionBackendRegistry.set_active_backend(attention_backend)
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 os.environ.pop(name, None)
         connection.send(answer)

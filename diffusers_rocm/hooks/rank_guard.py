@@ -151,7 +151,7 @@ class GuardedScheduler:
 
     def __init__(self, scheduler: Any, axis: Axis, listeners: Sequence[InRun] = (), check: bool = True):
         self._scheduler, self.axis, self.listeners, self.check = scheduler, axis, listeners, check
-        self._steps: list[tuple[int, Tensor]] = []  # whose flags were not read yet
+        self._steps: list[tuple[int, Tensor, torch.Event | None]] = []  # whose flags were not read yet
         self._count = 0
         users = vars(scheduler).setdefault("guards", [])
         if not users:
@@ -185,15 +185,21 @@ class GuardedScheduler:
         if self.check:
             finite = torch.isfinite(latents).all().to(torch.uint8)[None]
             flags = all_gather(finite, (1,) * self.axis.size, self.axis)
-            self._steps.append((self._count, flags))
+            arrived = None
+            if flags.device.type != "cpu":
+                # A device is not waited for: it says in the next step what was wrong in this one.
+                flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
+                arrived = torch.get_device_module(latents.device).current_stream(latents.device).record_event()
+            self._steps.append((self._count, flags, arrived))
             self._count += 1
-            # A device is not waited for: it says in the next step what was wrong in this one.
             last = self._count >= len(scheduler.timesteps)
-            while len(self._steps) > (0 if last or flags.device.type == "cpu" else 1):
+            while len(self._steps) > (0 if last or arrived is None else 1):
                 self._look(*self._steps.pop(0))
         return broadcast_from_first(latents, self.axis)
 
-    def _look(self, step: int, finite: Tensor) -> None:
+    def _look(self, step: int, finite: Tensor, arrived: torch.Event | None) -> None:
+        if arrived is not None:
+            arrived.synchronize()
         ranks = dist.get_process_group_ranks(self.axis.group) if self.axis.group else [0]
         wrong = [rank for rank, fine in zip(ranks, finite.tolist(), strict=True) if not fine]
         if wrong:
