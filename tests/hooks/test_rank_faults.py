@@ -74,7 +74,8 @@ class TestRankFaults(unittest.TestCase):
         world = 4 if len(degrees) > 1 else 2
         arguments = (fault, json.dumps(degrees), str(world - 1), str(TIMEOUT))
         process = start(*arguments, module="tests.hooks.faulty_rank", world=world)
-        out, err = process.communicate(timeout=240)
+        self.addCleanup(process.terminate)  # and with it, its ranks
+        out, err = process.communicate(timeout=150)
         began = max(map(float, re.findall(r"begins at (\S+)", out)), default=0.0)
         assert time.time() - began < TIMEOUT + 12, err
         assert process.returncode == 1, err
