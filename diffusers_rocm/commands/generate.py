@@ -58,6 +58,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
     parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
+    parser.add_argument("--timeout", type=float, default=10.0, help="minutes for which a rank waits for the others")
     parser.add_argument("--port", type=int, default=0, help="for the ranks to meet on (default: any free one)")
     return parser
 
@@ -144,6 +145,8 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         raise ValueError(f"--guidance must be a finite number; got {args.guidance}")
     if args.image is not None:
         check_image(args.image)
+    if not 0 < args.timeout < 1e6:
+        raise ValueError(f"--timeout must be a number of minutes above 0; got {args.timeout}")
     if args.lora is not None:
         check_lora(args.lora)
     if not under_torchrun():  # a rank finds its own launcher on the port
@@ -175,6 +178,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         device=args.device,
         lora=args.lora,
         compile=args.compile,
+        timeout=args.timeout,
         out=str(args.out),
         contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),
         **options,

@@ -1,10 +1,16 @@
 """Process groups, collectives and the arithmetic of shards."""
 
 import os
+from collections.abc import Collection
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def default_device_type() -> str:

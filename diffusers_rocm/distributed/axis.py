@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import default_device_type
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -35,14 +37,22 @@ class Axis:
         return cls(name, None, 0, 1, 0, torch.device("cpu"))
 
     @classmethod
+    def of_all(cls) -> "Axis":
+        """All ranks that were started."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return cls.single("world")
+        device = _current_device(default_device_type())
+        return cls("world", dist.group.WORLD, dist.get_rank(), dist.get_world_size(), 0, device)
+
+    @classmethod
     def from_mesh(cls, mesh: DeviceMesh, name: str) -> "Axis":
         """The axis of a 1-D mesh."""
         if mesh.size() == 1:
             return cls.single(name)
         group = mesh.get_group()
-        if mesh.device_type == "cpu":
-            device = torch.device("cpu")
-        else:
-            device = torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
         first = dist.get_process_group_ranks(group)[0]
-        return cls(name, group, mesh.get_local_rank(), mesh.size(), first, device)
+        return cls(name, group, mesh.get_local_rank(), mesh.size(), first, _current_device(mesh.device_type))
+
+
+def _current_device(kind: str) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -21,9 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+from . import name_ranks
 
 
 def under_torchrun() -> bool:
@@ -50,8 +52,12 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-    # The launcher gives the ranks 30 s to end by themselves; a rank in a collective never would. The config reads it.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    # The launcher gives the ranks 30 s to end by themselves; a rank in a collective, or a stopped one, never would.
+    # The config reads it for a launcher that is ended itself; for one whose rank failed it is a default alone.
+    patience = os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3")
+    PContext.close.__defaults__ = (None, int(patience))
+    # A rank whose NCCL or RCCL timed out spends four times this on a dump before it ends: a minute, by default.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
     with tempfile.TemporaryDirectory(prefix="diffusers_rocm_") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -80,6 +86,10 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
     return code
 
 
+# What Gloo, the store and the watchdog of NCCL (RCCL) say of a rank that waited too long, in milliseconds.
+_WAITED = re.compile(rb"(?:Timed out waiting |wait timeout after |collective operation timeout.*Timeout\(ms\)=)(\d+)")
+
+
 def _root_cause(error: ChildFailedError, folder: Path) -> str:
     """What the first rank to fail said.
 
@@ -87,6 +97,18 @@ def _root_cause(error: ChildFailedError, folder: Path) -> str:
     without one (killed, or ended from outside Python) went before them.
     """
     errors = {int(file.parent.name): file for file in folder.glob("**/error.json")}
+    first = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns, default=None)
+    found = {int(file.parent.name): _WAITED.search(file.read_bytes()) for file in folder.glob("**/stderr.log")}
+    waited = {rank: int(match[1]) / 1000 for rank, match in sorted(found.items()) if match}
+    if waited and (first is None or first in waited):
+        # At the launcher's SIGTERM a rank that waits ends; one that is stopped has to be killed.
+        killed = [rank for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
+        late = sorted(killed or found.keys() - waited.keys())
+        whom = name_ranks(late) if late else "each other"
+        return (
+            f"{name_ranks(waited)} waited {max(waited.values()):g} s for {whom}: stopped, hung, or only slow? "
+            "--timeout MINUTES has all ranks wait longer"
+        )
     for rank, failure in sorted(error.failures.items()):
         if rank in errors or failure.exitcode == -signal.SIGTERM:
             continue
@@ -95,14 +117,13 @@ def _root_cause(error: ChildFailedError, folder: Path) -> str:
             hint = " (out of host memory?)" if failure.exitcode == -signal.SIGKILL else ""
             return f"rank {rank} was killed by {name}{hint}"
         return f"rank {rank} failed with exit code {failure.exitcode}"
-    rank = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns)
-    message = json.loads(errors[rank].read_text())["message"]
+    message = json.loads(errors[first].read_text())["message"]
     message = message["message"] if isinstance(message, dict) else message
     ended = [rank for rank, failure in sorted(error.failures.items()) if failure.exitcode == -signal.SIGTERM]
     if ended and re.search("[Cc]onnection (reset|closed|refused)", message):
         # Who lost a peer is not the cause. The launcher ends ranks by SIGTERM too, but only after a first failure.
         return f"rank {ended[0]} was killed by SIGTERM"
-    return f"rank {rank} failed: {message}"
+    return f"rank {first} failed: {message}"
 
 
 class _Forwarder:

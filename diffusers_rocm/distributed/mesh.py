@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -60,8 +61,18 @@ def _axis(mesh: DeviceMesh | None, name: str, members: tuple[str, ...]) -> Axis:
     if not present:
         return Axis.single(name)
     part = mesh if present == mesh.mesh_dim_names else mesh[present]
-    # The same members give the same group: torch keeps a flattened axis by the names that it was made of.
-    return Axis.from_mesh(part if part.ndim == 1 else part._flatten(), name)
+    if part.ndim > 1:
+        # The same members give the same group: torch keeps a flattened axis by the names that it was made of.
+        part = part._flatten()
+        _use_default_timeout(part)
+    return Axis.from_mesh(part, name)
+
+
+def _use_default_timeout(part: DeviceMesh) -> None:
+    """Let the group of a 1-D mesh wait as long as the default one, and not as long as torch's own default."""
+    if part.size() > 1:
+        backend = dist.group.WORLD._get_backend(torch.device(part.device_type))
+        part.get_group().set_timeout(backend.options._timeout)
 
 
 def resolve_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
@@ -115,7 +126,7 @@ def mesh_axes(degrees: Mapping[str, int], mesh: DeviceMesh | None = None) -> Axe
     """The axes named in `degrees`: of all ranks that were started, or of the caller's own `mesh`.
 
     A mesh is made once in the life of its process group, whatever is parallelised under it: every group costs buffers
-    and threads.
+    and threads. Its groups have the timeout of the default one; those of the caller's own mesh keep theirs.
 
     Raises:
         ValueError: no process group, or degrees that do not make the number of ranks.
@@ -143,6 +154,8 @@ def mesh_axes(degrees: Mapping[str, int], mesh: DeviceMesh | None = None) -> Axe
             return Axes.of_mesh(None)
         sizes = tuple(resolved[name] for name in names)
         _meshes[shape] = init_device_mesh(default_device_type(), sizes, mesh_dim_names=names)
+        for name in names:
+            _use_default_timeout(_meshes[shape][name])
     return Axes.of_mesh(_meshes[shape])
 
 

@@ -6,27 +6,21 @@ the first one's latents, so that what the ranks round differently does not add u
 
 import functools
 import inspect
-import json
-import math
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..distributed import name_ranks
+from ..distributed.agreement import agree, leaves
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather, all_gather_int64, all_gather_text, broadcast_from_first
+from ..distributed.collectives import all_gather, all_gather_int64, broadcast_from_first
 from .around_call import AroundCall
-from .weight_agreement import fingerprint
 
 
 RANK_CHECKS = ("first", "always", "off")
-
-# Two GPUs, or two libraries, may round the same embeddings so differently (relative L2); another prompt is at 0.3 and
-# more. What has few elements (timesteps, guidance) is not computed, and must be equal.
-ROUNDING, FEW = 0.03, 64
 
 
 class InRun(Protocol):
@@ -35,67 +29,6 @@ class InRun(Protocol):
     def begin_run(self) -> None: ...
 
     def end_step(self) -> None: ...
-
-
-def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
-    """Are the values the same on all ranks of the axis, but for rounding? One exchange of 8 bytes if they are.
-
-    Returns:
-        Whether all tensors are bit-equal; the answer is the same on all ranks.
-
-    Raises:
-        ValueError: they are not the same; names what differs, the ranks and some of their values, on every rank.
-    """
-    tensors = {name: x.detach() for name, x in values.items() if isinstance(x, Tensor)}
-    others = {name: repr(x) for name, x in values.items() if not isinstance(x, Tensor)}
-    prints = torch.stack([fingerprint(x).cpu() for x in tensors.values()]).tolist() if tensors else []
-    shapes = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
-    digest = zlib.crc32(repr((shapes, prints, others)).encode())
-    if len(all_gather_int64(torch.tensor([digest]), axis).unique()) == 1:
-        return True
-    described = {name: _describe(x, number) for (name, x), number in zip(tensors.items(), prints, strict=True)}
-    by_rank = [json.loads(text) for text in all_gather_text(json.dumps(described | others), axis)]
-    for name in dict.fromkeys(name for each in by_rank for name in each):
-        seen = [each.get(name, "nothing") for each in by_rank]
-        if any(not _same(seen[0], other) for other in seen[1:]):
-            raise ValueError(f"the ranks were given different {what}: {name} is {_by_ranks(seen, axis)}")
-    return False
-
-
-def _describe(x: Tensor, number: int) -> dict[str, Any]:
-    values = (torch.view_as_real(x) if x.is_complex() else x).flatten().double().cpu()
-    signs = torch.Generator().manual_seed(0)
-    # Random projections tell how far apart two tensors are (Johnson and Lindenstrauss, 1984).
-    sketch = [torch.randn(values.numel(), generator=signs, dtype=torch.double) @ values for _ in range(8)]
-    return {
-        "kind": f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}",
-        "print": number,
-        "few": not x.is_floating_point() or x.numel() <= FEW,
-        "norm": values.norm().item(),
-        "sketch": [each.item() for each in sketch],
-        "sample": ", ".join(f"{value:.6g}" for value in values[:4].tolist()) + (", ..." if values.numel() > 4 else ""),
-    }
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equal, or equal but for rounding."""
-    if not (isinstance(a, dict) and isinstance(b, dict)):
-        return a == b
-    if a["kind"] != b["kind"] or a["print"] == b["print"] or a["few"]:
-        return a["kind"] == b["kind"] and a["print"] == b["print"]
-    distance = math.sqrt(sum((x - y) ** 2 for x, y in zip(a["sketch"], b["sketch"], strict=True)) / len(a["sketch"]))
-    return distance <= ROUNDING * a["norm"]
-
-
-def _by_ranks(seen: Sequence[Any], axis: Axis) -> str:
-    """`0.5 on rank 0 and 0.25 on ranks 1, 2`"""
-    groups: dict[str, list[int]] = {}
-    for rank, each in zip(dist.get_process_group_ranks(axis.group), seen, strict=True):
-        if isinstance(each, dict):
-            each = f"{each['kind']} ({each['sample']}; norm {each['norm']:.6g})"
-        groups.setdefault(each, []).append(rank)
-    shown = [f"{each} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for each, on in groups.items()]
-    return " and ".join(shown)
 
 
 class InputGuard(AroundCall):
@@ -122,21 +55,10 @@ class InputGuard(AroundCall):
     def around(self, call: Any, args: tuple, kwargs: dict) -> Any:
         if self._due:
             named = dict(zip(self._parameters, args, strict=False)) | kwargs
-            self._rounded |= not agree(f"inputs to {self._name}", dict(_leaves(named)), self._axis)
+            self._rounded |= not agree(f"inputs to {self._name}", dict(leaves(named)), self._axis)
         if self._rounded:
             args, kwargs = broadcast_from_first((args, kwargs), self._axis)
         return call(*args, **kwargs)
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key in value:
-            yield from _leaves(value[key], f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{index}")
-    else:
-        yield name, value
 
 
 class GuardedScheduler:
@@ -203,9 +125,7 @@ class GuardedScheduler:
         ranks = dist.get_process_group_ranks(self.axis.group) if self.axis.group else [0]
         wrong = [rank for rank, fine in zip(ranks, finite.tolist(), strict=True) if not fine]
         if wrong:
-            raise FloatingPointError(
-                f"step {step}: NaN or inf in the latents of rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}"
-            )
+            raise FloatingPointError(f"step {step}: NaN or inf in the latents of {name_ranks(wrong)}")
 
 
 @functools.cache

@@ -6,6 +6,8 @@ from typing import Any
 import diffusers
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..distributed.agreement import agree
+from ..distributed.axis import Axis
 from ..distributed.mesh import AXES, Axes, check_mesh, mesh_axes
 from ..registration import TensorParallelConfigBase
 
@@ -43,8 +45,12 @@ class _Config:
         """This rank's place on the mesh.
 
         Raises:
-            ValueError: no process group, or degrees whose product is not the number of ranks that were started.
+            ValueError: no process group, degrees whose product is not the number of ranks that were started, or ranks
+                with different configs.
         """
+        everyone = Axis.of_all() if self.mesh is None else mesh_axes(self.degrees(), self.mesh).world
+        # Ranks that make different groups would wait for each other.
+        agree("configs", dict.fromkeys(AXES, 1) | self.degrees() | {"rotate_method": self.rotate_method}, everyone)
         return mesh_axes(self.degrees(), self.mesh)
 
     def __repr__(self) -> str:

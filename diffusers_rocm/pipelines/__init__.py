@@ -3,6 +3,7 @@
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from ..distributed.agreement import agree
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.rank_guard import RANK_CHECKS, GuardedScheduler, InputGuard
@@ -27,7 +28,8 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
         The axes of the mesh.
 
     Raises:
-        ValueError: a pipeline whose denoiser is a UNet, or has no plan. Nothing is parallel then.
+        ValueError: a pipeline whose denoiser is a UNet, or has no plan; ranks with different models, configs or
+            `rank_check`. Nothing is parallel then.
     """
     if rank_check not in RANK_CHECKS:
         raise ValueError(f"rank_check must be one of {', '.join(map(repr, RANK_CHECKS))}; got {rank_check!r}")
@@ -41,11 +43,12 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
         for denoiser in denoisers:
             denoiser.enable_parallelism(config=config)
             enabled.append(denoiser)
+        axes = denoisers[0].parallelism.axes
+        agree("arguments of parallelize()", {"rank_check": rank_check}, axes.world)
     except ValueError:
         for denoiser in enabled:
             denoiser.disable_parallelism()
         raise
-    axes = denoisers[0].parallelism.axes
     if axes.world.size == 1:
         return axes
     for denoiser, hook in guard_ranks(pipe, denoisers, rank_check):

@@ -16,6 +16,7 @@ from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
+from ..distributed.agreement import agree, leaves
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_stacked, broadcast_from_first
 from ..distributed.sharding import Block
@@ -30,15 +31,19 @@ def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping
     """`call(**arguments)`, its pictures shared by the ranks of `dp`.
 
     Args:
-        arguments: equal on all ranks. One generator, or one for each picture; they are afterwards where one process
-            would have left them.
+        arguments: equal on all ranks, but for callbacks. One generator, or one for each picture; they are afterwards
+            where one process would have left them.
 
     Returns:
         What one process would have: all pictures, in the order of the prompts.
 
     Raises:
-        ValueError: an argument that fits neither prompts nor pictures, or an output that cannot be gathered.
+        ValueError: an argument that fits neither prompts nor pictures, or an output that cannot be gathered; ranks
+            with different arguments.
     """
+    given = {name: value for name, value in arguments.items() if not name.startswith("callback")}
+    plain = {name: value for name, value in leaves(given) if isinstance(value, (Tensor, str, int, float))}
+    agree("arguments", plain, dp)
     prompts = _count_prompts(arguments)
     per_prompt = next((arguments[name] for name in _PER_PROMPT if arguments.get(name)), 1)
     total = prompts * per_prompt

@@ -10,6 +10,7 @@ import resource
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import diffusers
@@ -57,6 +58,7 @@ class GenerationRequest:
     lora: str | None = None
     compile: bool = False
     rank_check: str = "first"
+    timeout: float = 10.0  # minutes
     out: str = "outputs"
     contact_sheet: str | None = None
 
@@ -167,7 +169,7 @@ def generate(request: GenerationRequest) -> list[Path]:
         The pictures' files, on rank 0; on the others an empty list.
     """
     started, begun = time.perf_counter(), float(os.environ.get("DIFFUSERS_ROCM_STARTED", time.time()))
-    device = init(request.device)
+    device = init(request.device, timeout=timedelta(minutes=request.timeout))
     first = not dist.is_initialized() or dist.get_rank() == 0
     if not first:
         diffusers.utils.logging.disable_progress_bar()

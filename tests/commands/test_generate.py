@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -169,6 +170,14 @@ class TestGenerate(unittest.TestCase):
         assert (config["width"], config["height"]) == image.size == (72, 96)
         assert config["max_sequence_length"] == 16  # the embedded model's, by whatever path
 
+    def test_timeout(self):
+        common = ["generate", "--prompt", RED_CIRCLE, "--steps", "1", "--out", str(self.folder)]
+        for arguments, minutes in (([], 10), (["--timeout", "0.5"], 0.5)):
+            # It is the first thing that a rank does, and the last one here.
+            with mock.patch("diffusers_rocm.pipelines.generation.init", side_effect=KeyboardInterrupt) as init:
+                assert commands.main([*common, *arguments]) == 130
+            init.assert_called_once_with(None, timeout=timedelta(minutes=minutes))
+
     def test_file_names(self):
         assert file_stem(3, "A red/circle: «grün» ../../etc", 5) == "003-a-red-circle-grün-etc-seed5"
         assert file_stem(0, "///", 1) == "000-prompt-seed1"
@@ -247,6 +256,12 @@ class TestBadInput(unittest.TestCase):
             ("empty prompt", ["--prompt", " "], "prompt 0 is empty"),
             ("prompt of bytes", ["--prompt", "a \udcff star"], "prompt 0 is not UTF-8"),
             ("sheet is a folder", ["--prompt", "x", "--contact-sheet", "{folder}/sheet.png"], "sheet.png is a folder"),
+            (
+                "no timeout",
+                ["--prompt", "x", "--timeout", "0"],
+                "--timeout must be a number of minutes above 0; got 0",
+            ),
+            ("endless timeout", ["--prompt", "x", "--timeout", "inf"], "--timeout must be .*; got inf"),
             ("port", ["--prompt", "x", "--port", "99999"], "99999 is not a port"),
         ]
     )

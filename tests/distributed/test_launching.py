@@ -15,10 +15,10 @@ from parameterized import parameterized
 from diffusers_rocm.distributed.launching import check_port
 
 
-def start(what: str, world: int = 2, **options) -> subprocess.Popen:
+def start(*what: str, module: str = "tests.distributed.rank_that", world: int = 2, **options) -> subprocess.Popen:
     code = (
         "import sys; from diffusers_rocm.distributed.launching import launch; "
-        f"sys.exit(launch({world}, ['tests.distributed.rank_that', {what!r}]))"
+        f"sys.exit(launch({world}, {[module, *what]}))"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options

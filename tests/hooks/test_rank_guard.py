@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
-from diffusers_rocm.hooks.rank_guard import GuardedScheduler, InputGuard, agree
+from diffusers_rocm.distributed.agreement import agree
+from diffusers_rocm.hooks.rank_guard import GuardedScheduler, InputGuard
 
 from ..distributed.test_collectives import world_axis
 from ..testing_utils import run_ranks

@@ -6,7 +6,8 @@ import torch
 from parameterized import parameterized
 from torch import nn
 
-from diffusers_rocm.hooks.weight_agreement import fingerprint, first_difference
+from diffusers_rocm.distributed.agreement import fingerprint
+from diffusers_rocm.hooks.weight_agreement import first_difference
 
 from ..distributed.test_collectives import world_axis
 from ..testing_utils import run_ranks
@@ -15,11 +16,20 @@ from ..testing_utils import run_ranks
 def difference_worker(where: str) -> str | None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
+    if torch.distributed.get_rank() == 1 and where == "dtype":
+        model[1].bfloat16()
+    if torch.distributed.get_rank() == 1 and where == "shape":
+        model[0].bias = nn.Parameter(torch.zeros(69))
+    if torch.distributed.get_rank() == 1 and where == "buffer dropped":
+        del model[1].running_var
     if torch.distributed.get_rank() == 1 and where == "one bit":
         model[0].weight.data[-1, -1] = torch.nextafter(model[0].weight.data[-1, -1], torch.tensor(9.0))
     if torch.distributed.get_rank() == 1 and where == "buffer":
         model[1].running_mean[3] += 1
-    return first_difference(model, world_axis())
+    try:
+        return first_difference(model, world_axis())
+    except ValueError as error:
+        return str(error)
 
 
 class TestWeightAgreement(unittest.TestCase):
@@ -57,6 +67,17 @@ class TestWeightAgreement(unittest.TestCase):
     @parameterized.expand([("nowhere", None), ("one bit", "0.weight"), ("buffer", "1.running_mean")])
     def test_first_difference(self, where, name):
         assert run_ranks(3, difference_worker, where) == [name] * 3
+
+    @parameterized.expand(
+        [
+            ("dtype", "1.weight is '[70] float32' on ranks 0, 2 and '[70] bfloat16' on rank 1"),
+            ("shape", "0.bias is '[70] float32' on ranks 0, 2 and '[69] float32' on rank 1"),
+            ("buffer dropped", "1.running_var is '[70] float32' on ranks 0, 2 and nothing on rank 1"),
+        ]
+    )
+    def test_different_models(self, where, difference):
+        message = f"the ranks were given different models: {difference}"
+        assert run_ranks(3, difference_worker, where) == [message] * 3
 
 
 if __name__ == "__main__":

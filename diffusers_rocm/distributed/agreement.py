@@ -1,0 +1,116 @@
+"""Do all ranks hold the same values? One small exchange tells; where they do not, a second one says what differs."""
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import name_ranks
+from .axis import Axis
+from .collectives import all_gather_int64, all_gather_text
+
+
+# Two GPUs, or two libraries, may round the same embeddings so differently (relative L2); another prompt is at 0.3 and
+# more. What has few elements (timesteps, guidance) is not computed, and must be equal.
+ROUNDING, FEW = 0.03, 64
+
+
+def _place_weights() -> Tensor:
+    return torch.randint(-(2**62), 2**62, (1024,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A scalar int64 of the tensor's bits and their order.
+
+    A dot product of the words of 8 bytes with weights that differ by their place in a run of 1024, the runs weighted
+    by their number. Integer arithmetic wraps, so odd weights lose no bit.
+    """
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    data = tensor.contiguous().flatten()
+    if data.stride() != (1,):  # of one element, say, that was expanded
+        data = data.clone(memory_format=torch.contiguous_format)
+    data = data.view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
+    whole = words.numel() // 1024 * 1024
+    weights = _place_weights().to(words.device)
+    sums = torch.cat([(words[:whole].view(-1, 1024) * weights).sum(dim=1), words[whole:], rest.long()])
+    return (sums * (torch.arange(sums.numel(), device=sums.device) * 2 + 1)).sum()
+
+
+def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
+    """Are the values the same on all ranks of the axis, but for rounding? One exchange of 8 bytes if they are.
+
+    Returns:
+        Whether all tensors are bit-equal; the answer is the same on all ranks.
+
+    Raises:
+        ValueError: they are not the same; names what differs, the ranks and some of their values, on every rank.
+    """
+    tensors = {name: x.detach() for name, x in values.items() if isinstance(x, Tensor)}
+    others = {name: repr(x) for name, x in values.items() if not isinstance(x, Tensor)}
+    prints = torch.stack([fingerprint(x).cpu() for x in tensors.values()]).tolist() if tensors else []
+    shapes = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
+    digest = zlib.crc32(repr((shapes, prints, others)).encode())
+    if len(all_gather_int64(torch.tensor([digest]), axis).unique()) == 1:
+        return True
+    described = {name: _describe(x, number) for (name, x), number in zip(tensors.items(), prints, strict=True)}
+    by_rank = [json.loads(text) for text in all_gather_text(json.dumps(described | others), axis)]
+    for name in dict.fromkeys(name for each in by_rank for name in each):
+        seen = [each.get(name, "nothing") for each in by_rank]
+        if any(not _same(seen[0], other) for other in seen[1:]):
+            raise ValueError(f"the ranks were given different {what}: {name} is {_by_ranks(seen, axis)}")
+    return False
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What lists, tuples and dicts hold, each by its place: `kwargs.scale`, `images.0`."""
+    if isinstance(value, dict):
+        for key in value:
+            yield from leaves(value[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{name}.{index}")
+    else:
+        yield name, value
+
+
+def _describe(x: Tensor, number: int) -> dict[str, Any]:
+    values = (torch.view_as_real(x) if x.is_complex() else x).flatten().double().cpu()
+    signs = torch.Generator().manual_seed(0)
+    # Random projections tell how far apart two tensors are (Johnson and Lindenstrauss, 1984).
+    sketch = [torch.randn(values.numel(), generator=signs, dtype=torch.double) @ values for _ in range(8)]
+    return {
+        "kind": f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}",
+        "print": number,
+        "few": not x.is_floating_point() or x.numel() <= FEW,
+        "norm": values.norm().item(),
+        "sketch": [each.item() for each in sketch],
+        "sample": ", ".join(f"{value:.6g}" for value in values[:4].tolist()) + (", ..." if values.numel() > 4 else ""),
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal, or equal but for rounding."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return a == b
+    if a["kind"] != b["kind"] or a["print"] == b["print"] or a["few"]:
+        return a["kind"] == b["kind"] and a["print"] == b["print"]
+    distance = math.sqrt(sum((x - y) ** 2 for x, y in zip(a["sketch"], b["sketch"], strict=True)) / len(a["sketch"]))
+    return distance <= ROUNDING * a["norm"]
+
+
+def _by_ranks(seen: Sequence[Any], axis: Axis) -> str:
+    """`0.5 on rank 0 and 0.25 on ranks 1, 2`"""
+    groups: dict[str, list[int]] = {}
+    for rank, each in zip(dist.get_process_group_ranks(axis.group), seen, strict=True):
+        if isinstance(each, dict):
+            each = f"{each['kind']} ({each['sample']}; norm {each['norm']:.6g})"
+        groups.setdefault(each, []).append(rank)
+    return " and ".join(f"{each} on {name_ranks(on)}" for each, on in groups.items())
