@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 
 from ..distributed.axis import Axis
-from ..distributed.collectives import broadcast_from_first
+from ..distributed.collectives import as_sent, broadcast_from_first
 from ..distributed.sharding import Block, Shard
 from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
@@ -180,7 +180,7 @@ def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> tor
             part = shape if shard.dim is None else shard.local_shape(shape, rank, axis.size)
             buffer = like.new_empty(part, device=axis.device)
         if axis.size > 1:
-            dist.broadcast(buffer, src=dist.get_global_rank(axis.group, rank), group=axis.group)
+            dist.broadcast(as_sent(buffer), src=dist.get_global_rank(axis.group, rank), group=axis.group)
         if assemble and shard.dim is None:
             full.copy_(buffer)
         elif assemble:
