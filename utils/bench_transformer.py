@@ -5,11 +5,12 @@
 
 A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the whole step as a CUDA graph. NAME is `single`
 (one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step),
-`diffusers-tp` (DTensor, diffusers 0.40 or later), or context parallelism: `ring4`, `ulysses4`, `ring2ulysses2`, with
-`-allgather` after it for the other way round the ring, and `diffusers-` before it for diffusers' own. `@BACKEND` at
-the end of a name sets diffusers' attention backend. The speed-up of a mode is over the `single` of the same flags, so
-name that first; the error is against the same weights and inputs in float32. One forward is one step. `--resolution`,
-`--double`, `--single`, `--dtype` and `--width` change the shape, so that the script can be tried on a CPU.
+`diffusers-tp` (DTensor, diffusers 0.40 or later), or any mesh: `ring4`, `ulysses2tp2`, `cfg2ulysses2`, in the order
+cfg, ring, ulysses, tp, with `-allgather` after it for the other way round the ring, and `diffusers-` before it for
+diffusers' own. `@BACKEND` at the end of a name sets diffusers' attention backend. The speed-up of a mode is over the
+`single` of the same flags, so name that first; the error is against the same weights and inputs in float32. One
+forward is one step; with `--guidance` a step is two, with another text in the second. `--resolution`, `--double`,
+`--single`, `--dtype` and `--width` change the shape, so that the script can be tried on a CPU.
 """
 
 import argparse
@@ -27,8 +28,9 @@ from pathlib import Path
 import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel
+from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 import diffusers_rocm
 
@@ -79,10 +81,27 @@ def hunyuan_video_inputs(args: argparse.Namespace, randn, device: torch.device) 
     }
 
 
-# The module, its inputs, and the blocks of the real model.
+def wan(args: argparse.Namespace) -> torch.nn.Module:
+    """Wan 2.1 14B, text to video; its blocks are all of one kind."""
+    heads = args.width // 128
+    return WanTransformer3DModel(num_layers=args.double, num_attention_heads=heads, ffn_dim=args.width * 27 // 10)
+
+
+def wan_inputs(args: argparse.Namespace, randn, device: torch.device) -> dict:
+    """832 / 480 of the resolution by the resolution (480 if not given), 81 frames."""
+    height = (args.resolution or 480) // 8
+    return {
+        "hidden_states": randn(1, 16, (args.frames - 1) // 4 + 1, height, height * 26 // 15),
+        "encoder_hidden_states": randn(1, args.text or 512, 4096),
+        "timestep": torch.tensor([500], device=device),
+    }
+
+
+# The module, its inputs, and the double and single blocks, width and frames of the real model.
 MODELS = {
-    "flux": (flux, flux_inputs, (19, 38)),
-    "hunyuan-video": (hunyuan_video, hunyuan_video_inputs, (20, 40)),
+    "flux": (flux, flux_inputs, (19, 38), 3072, 1),
+    "hunyuan-video": (hunyuan_video, hunyuan_video_inputs, (20, 40), 3072, 129),
+    "wan": (wan, wan_inputs, (40, 0), 5120, 81),
 }
 
 
@@ -91,6 +110,8 @@ def build(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     with torch.device("meta"):
         model = MODELS[args.model][0](args)
     model = model.to(args.dtype).to_empty(device=device).eval().requires_grad_(False)
+    if args.model == "wan":  # its positions are buffers, which have no values yet
+        model.rope = WanRotaryPosEmbed(128, model.config.patch_size, model.config.rope_max_seq_len).to(device)
     generator = torch.Generator(device=device).manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
@@ -111,7 +132,7 @@ def inputs(args: argparse.Namespace, device: torch.device) -> dict:
     return {**MODELS[args.model][1](args, randn, device), "return_dict": False}
 
 
-CONTEXT = re.compile(r"(diffusers-)?(?:ring(\d+))?(?:ulysses(\d+))?(-allgather)?")
+MESH = re.compile(r"(diffusers-)?(?:cfg(\d+))?(?:ring(\d+))?(?:ulysses(\d+))?(?:tp(\d+))?(-allgather)?")
 
 
 def enable(name: str, model: torch.nn.Module) -> None:
@@ -122,16 +143,16 @@ def enable(name: str, model: torch.nn.Module) -> None:
     elif name == "diffusers-tp":
         model.enable_parallelism(config=diffusers.TensorParallelConfig(tp_degree=dist.get_world_size()))
     elif name != "single":
-        found = CONTEXT.fullmatch(name)
+        found = MESH.fullmatch(name)
         if found is None:
             raise ValueError(f"unknown mode {name!r}")
-        theirs, ring, ulysses, gathered = found.groups()
-        degrees = {"ring_degree": int(ring or 1), "ulysses_degree": int(ulysses or 1)}
+        theirs, *degrees, gathered = found.groups()
+        cfg, ring, ulysses, tp = (int(degree or 1) for degree in degrees)
         if theirs:
-            config = diffusers.ContextParallelConfig(**degrees)
+            config = diffusers.ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
         else:
             method = "allgather" if gathered else "p2p"
-            config = diffusers_rocm.ContextParallelConfig(**degrees, rotate_method=method)
+            config = diffusers_rocm.ParallelConfig(cfg=cfg, ring=ring, ulysses=ulysses, tp=tp, rotate_method=method)
         model.enable_parallelism(config=config)
 
 
@@ -207,8 +228,14 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[
     if "c" in flags:
         model.compile_repeated_blocks(fullgraph=not name.startswith("diffusers-"))
 
+    other = {**kwargs, "encoder_hidden_states": kwargs["encoder_hidden_states"].flip(1)}
+
     def step():
-        return model(**kwargs)[0]
+        prediction = model(**kwargs)[0]
+        if args.guidance:
+            unguided = model(**other)[0]
+            return unguided + 5 * (prediction - unguided)
+        return prediction
 
     for _ in range(args.warmup):
         output = step()
@@ -242,24 +269,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--model", choices=MODELS, default="flux")
-    parser.add_argument("--resolution", type=int, help="default: 1024; 720 for video")
-    parser.add_argument("--frames", type=int, default=129, help="of a video")
+    parser.add_argument("--resolution", type=int, help="default: 1024; 720 for HunyuanVideo, 480 for Wan")
+    parser.add_argument("--frames", type=int, help="of a video; default: the model's")
+    parser.add_argument("--guidance", action="store_true", help="two forwards a step")
     parser.add_argument("--double", type=int, help="double-stream blocks; default: the model's")
     parser.add_argument("--single", type=int, help="single-stream blocks; default: the model's")
-    parser.add_argument("--width", type=int, default=3072)
-    parser.add_argument("--text", type=int, help="text tokens; default: 512; 256 for video")
+    parser.add_argument("--width", type=int, help="default: the model's")
+    parser.add_argument("--text", type=int, help="text tokens; default: 512; 256 for HunyuanVideo")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--no-error", action="store_true", help="leave out the float32 reference, and the error")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    double, single = MODELS[args.model][2]
+    (double, single), width, frames = MODELS[args.model][2:]
+    args.width, args.frames = args.width or width, args.frames or frames
     args.double = double if args.double is None else args.double
     args.single = single if args.single is None else args.single
     device = diffusers_rocm.init()
     rank = dist.get_rank()
 
+    args.no_error |= args.guidance
     reference, base, rows = None if args.no_error else float32_reference(args, device), {}, []
     free(device)
     for mode in args.modes:

@@ -1,4 +1,4 @@
-"""`diffusers-rocm generate`: prompts to pictures, on as many ranks as asked for."""
+"""`diffusers-rocm generate`: prompts to pictures and videos, on as many ranks as asked for."""
 
 import argparse
 import importlib.util
@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import default_device_type
 from ..distributed.launching import check_port, launch, under_torchrun
+from ..distributed.mesh import AXES, resolve_degrees
+from ..hooks.rank_guard import RANK_CHECKS
 from ..pipelines.generation import GenerationRequest, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 
@@ -20,24 +23,39 @@ from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 # What the embedded model was trained for; FluxPipeline's own defaults are those of FLUX.1.
 EMBEDDED_DEFAULTS = {"height": 128, "width": 128, "steps": 20, "max_sequence_length": 16}
 
+AXES_HELP = {
+    "dp": "replicas, each making pictures of its own; one of these five may be -1 and takes the GPUs that are left",
+    "cfg": "2: each branch of classifier-free guidance has ranks of its own",
+    "ring": "ranks that split the sequence and pass keys and values round",
+    "ulysses": "ranks that split the sequence and trade tokens for heads",
+    "tp": "ranks that share the denoiser's weights",
+}
+
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser("generate", help="make pictures from prompts")
+    parser = subparsers.add_parser("generate", help="make pictures or videos from prompts")
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument("--prompts-file", type=Path, help="a UTF-8 text file with one prompt a line")
     parser.add_argument("--negative-prompt")
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a pipeline's folder or Hub id")
     parser.add_argument("--lora", help="a LoRA's file, folder or Hub id, fused before the model is sharded")
-    parser.add_argument("--tp", type=int, default=1, help="ranks that share the denoiser's weights")
+    parser.add_argument("--image", type=Path, help="the picture to begin with: image to image, or image to video")
+    for axis, meaning in AXES_HELP.items():
+        parser.add_argument(f"--{axis}", type=int, default=1, help=meaning)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance", type=float, help="with --negative-prompt: the pipeline's true_cfg_scale")
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
+    parser.add_argument("--num-frames", type=int, help="of a video")
+    parser.add_argument("--fps", type=int, default=16, help="frames a second of the video's file (default: 16)")
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
     parser.add_argument("--seed", type=int, help="one seed, one picture, on any number of ranks")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
+    parser.add_argument(
+        "--rank-check", default="first", choices=RANK_CHECKS, help="in which steps to compare the ranks' inputs"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
     parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
     parser.add_argument("--port", type=int, default=0, help="for the ranks to meet on (default: any free one)")
@@ -82,30 +100,53 @@ def check_lora(lora: str) -> None:
         raise ValueError(f"--lora {lora}: no such file or folder, and not the id of a repository on the Hub")
 
 
+def check_image(file: Path) -> None:
+    try:
+        with Image.open(file) as image:
+            image.verify()
+    except OSError as error:
+        raise ValueError(f"--image {file}: {error.strerror or 'not a picture'}") from None
+
+
+def ranks(args: argparse.Namespace) -> int:
+    """How many ranks there are, or are to be started.
+
+    Raises:
+        ValueError: more than there are GPUs, or as many as are left where nothing says how many there are.
+    """
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    degrees = [getattr(args, name) for name in AXES]
+    on_gpus = args.device == "cuda" or (args.device is None and default_device_type() != "cpu")
+    count = torch.cuda.device_count()
+    if -1 in degrees:
+        if not on_gpus:
+            raise ValueError("-1 takes the GPUs that are left, and there are none; say how many ranks to start")
+        return count
+    if on_gpus and math.prod(degrees) > count:
+        wanted = math.prod(degrees)
+        raise ValueError(f"{wanted} ranks need as many GPUs and {count} are visible; --device cpu needs none")
+    return math.prod(degrees)
+
+
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Everything that can be known before a rank starts. Raises ValueError."""
     prompts = read_prompts(args)
-    for name in ("tp", "steps", "height", "width", "max_sequence_length"):
+    for name in (*AXES, "steps", "height", "width", "num_frames", "fps", "max_sequence_length"):
         value = getattr(args, name)
-        if value is not None and value < 1:
+        if value is not None and value < 1 and not (name in AXES and value == -1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
-    folder = ModelFolder(args.model)
-    folder.check_degree(args.tp)
+    degrees = resolve_degrees({name: getattr(args, name) for name in AXES}, ranks(args))
+    ModelFolder(args.model).check_degrees(degrees)
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
     if args.guidance is not None and not math.isfinite(args.guidance):
         raise ValueError(f"--guidance must be a finite number; got {args.guidance}")
-    if args.device == "cuda" or (args.device is None and default_device_type() != "cpu"):
-        count = torch.cuda.device_count()
-        if args.tp > count:
-            raise ValueError(f"--tp {args.tp} needs as many GPUs and {count} are visible; --device cpu needs none")
+    if args.image is not None:
+        check_image(args.image)
     if args.lora is not None:
         check_lora(args.lora)
-    if under_torchrun():
-        world = int(os.environ["WORLD_SIZE"])
-        if world != args.tp:
-            raise ValueError(f"torchrun started {world} rank(s) and --tp is {args.tp}; both must be the same")
-    else:  # a rank finds its own launcher on the port
+    if not under_torchrun():  # a rank finds its own launcher on the port
         check_port(args.port)
     check_writable(args.out)
     if args.contact_sheet is not None:
@@ -115,13 +156,19 @@ def check(args: argparse.Namespace) -> GenerationRequest:
             raise ValueError(f"--contact-sheet {args.contact_sheet} is a folder")
         check_writable(args.contact_sheet.parent)
     options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
+    if args.num_frames is not None and importlib.util.find_spec("imageio_ffmpeg") is None:
+        raise ValueError("videos need imageio-ffmpeg: pip install imageio imageio-ffmpeg")
     if Path(args.model).resolve() == EMBEDDED_MODEL.resolve():
         options = {name: EMBEDDED_DEFAULTS[name] if value is None else value for name, value in options.items()}
     return GenerationRequest(
         model=args.model,
         prompts=prompts,
-        tp=args.tp,
+        **degrees,
         negative_prompt=args.negative_prompt,
+        image=None if args.image is None else str(args.image),
+        num_frames=args.num_frames,
+        fps=args.fps,
+        rank_check=args.rank_check,
         guidance=args.guidance,
         seed=args.seed,
         dtype=args.dtype,
@@ -139,7 +186,8 @@ def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -
         record(generate)(request)
         dist.destroy_process_group()
         return 0
-    if args.tp == 1:
+    world = math.prod(getattr(request, name) for name in AXES)
+    if world == 1:
         generate(request)
         return 0
-    return launch(args.tp, ["diffusers_rocm", *argv], port=args.port)
+    return launch(world, ["diffusers_rocm", *argv], port=args.port)

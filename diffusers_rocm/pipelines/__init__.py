@@ -1,11 +1,13 @@
 """Whole pipelines in parallel."""
 
 from diffusers import DiffusionPipeline
+from torch import nn
 
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.rank_guard import RANK_CHECKS, GuardedScheduler, InputGuard
 from ..models._modeling_parallel import OurConfig
+from ..models.modeling_utils import Removable
 from .parallel_call import ParallelCall
 
 
@@ -46,13 +48,21 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     axes = denoisers[0].parallelism.axes
     if axes.world.size == 1:
         return axes
+    for denoiser, hook in guard_ranks(pipe, denoisers, rank_check):
+        denoiser.parallelism.hooks.append(hook)
+    return axes
+
+
+def guard_ranks(
+    pipe: DiffusionPipeline, denoisers: list[nn.Module], rank_check: str
+) -> list[tuple[nn.Module, Removable]]:
+    """Hang on a pipeline what keeps its ranks equal; each hook with the denoiser that it belongs to."""
+    axes, hooks = denoisers[0].parallelism.axes, []
     listeners = [hook for each in denoisers for hook in each.parallelism.hooks if isinstance(hook, GuidanceParallel)]
     if rank_check != "off" and axes.replica.size > 1:
-        for denoiser in denoisers:
-            guard = InputGuard(denoiser, axes.replica, always=rank_check == "always")
-            denoiser.parallelism.hooks.append(guard)
-            listeners.append(guard)
-    hooks = denoisers[0].parallelism.hooks
-    hooks.append(GuardedScheduler(pipe.scheduler, axes.replica, listeners, check=rank_check != "off"))
-    hooks.append(ParallelCall(pipe, axes))
-    return axes
+        guards = [InputGuard(denoiser, axes.replica, always=rank_check == "always") for denoiser in denoisers]
+        hooks += zip(denoisers, guards, strict=True)
+        listeners += guards
+    hooks.append((denoisers[0], GuardedScheduler(pipe.scheduler, axes.replica, listeners, rank_check != "off")))
+    hooks.append((denoisers[0], ParallelCall(pipe, axes)))
+    return hooks

@@ -129,7 +129,8 @@ def _settle(generator: Any, shares: list[range], dp: Axis) -> None:
         generator.set_state(broadcast_from_first(generator.get_state(), dp))
     for index, each in enumerate(generator if isinstance(generator, list) else []):
         owner = next(rank for rank, share in enumerate(shares) if index in share)
-        each.set_state(all_gather_stacked(each.get_state().to(dp.device), dp)[owner].cpu())
+        # A copy: torch reads a state from the start of its storage.
+        each.set_state(all_gather_stacked(each.get_state().to(dp.device), dp)[owner].cpu().clone())
 
 
 def _gather(value: Any, name: str, count: int, places: list[int], dp: Axis) -> Any:

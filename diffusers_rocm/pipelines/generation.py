@@ -16,14 +16,16 @@ import diffusers
 import torch
 import torch.distributed as dist
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import AutoPipelineForImage2Image, DiffusionPipeline
+from diffusers.utils import BaseOutput, export_to_video
 from PIL import Image
 
 from .. import __version__
 from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
-from ..models._modeling_parallel import TensorParallelConfig
+from ..distributed.mesh import AXES, Axes
+from ..models._modeling_parallel import ParallelConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
 from .contact_sheet import contact_sheet
@@ -31,22 +33,30 @@ from .contact_sheet import contact_sheet
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The pictures to make; None leaves a value to the pipeline's own default, and a seed to chance."""
+    """The pictures or videos to make; None leaves a value to the pipeline's own default, and a seed to chance."""
 
     model: str
     prompts: tuple[str, ...]
+    dp: int = 1
+    cfg: int = 1
+    ring: int = 1
+    ulysses: int = 1
     tp: int = 1
     negative_prompt: str | None = None
+    image: str | None = None
     steps: int | None = None
     guidance: float | None = None
     height: int | None = None
     width: int | None = None
+    num_frames: int | None = None
+    fps: int = 16
     max_sequence_length: int | None = None
     seed: int | None = None
     dtype: str = "auto"
     device: str | None = None
     lora: str | None = None
     compile: bool = False
+    rank_check: str = "first"
     out: str = "outputs"
     contact_sheet: str | None = None
 
@@ -57,8 +67,8 @@ def file_stem(index: int, prompt: str, seed: int) -> str:
     return f"{index:03d}-{words or 'prompt'}-seed{seed}"
 
 
-def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axis]:
-    """The pipeline on this rank's device, its denoiser sharded before it gets there."""
+def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axes]:
+    """The pipeline on this rank's device, its denoisers sharded before they get there."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     if request.dtype != "auto":
         dtype = getattr(torch, request.dtype)
@@ -67,11 +77,19 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
         pipe.load_lora_weights(request.lora)
         pipe.fuse_lora()
         pipe.unload_lora_weights()
-    axis = parallelize(pipe, TensorParallelConfig(tp=request.tp))
+    if request.image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
+        try:
+            pipe = AutoPipelineForImage2Image.from_pipe(pipe)
+        except ValueError:
+            raise ValueError(f"{type(pipe).__name__} takes no image") from None
+    config = ParallelConfig(**{name: getattr(request, name) for name in AXES})
+    axes = parallelize(pipe, config, rank_check=request.rank_check)
     pipe.to(device)
     if request.compile:
-        pipe.transformer.compile_repeated_blocks(fullgraph=True)
-    return pipe, axis
+        for denoiser in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+            if denoiser is not None:
+                denoiser.compile_repeated_blocks(fullgraph=True)
+    return pipe, axes
 
 
 def call_arguments(pipe: DiffusionPipeline, request: GenerationRequest) -> dict:
@@ -86,6 +104,8 @@ def call_arguments(pipe: DiffusionPipeline, request: GenerationRequest) -> dict:
         "guidance_scale": request.guidance,
         "height": request.height,
         "width": request.width,
+        "num_frames": request.num_frames,
+        "image": None if request.image is None else Image.open(request.image).convert("RGB"),
         "max_sequence_length": request.max_sequence_length,
         "negative_prompt": request.negative_prompt,
     }
@@ -121,13 +141,13 @@ class StepTimer:
         return time.perf_counter()
 
 
-def peak_memory(axis: Axis, device: torch.device) -> list[int]:
+def peak_memory(world: Axis, device: torch.device) -> list[int]:
     """Peak bytes of each rank so far: of its device, or of its host memory on a CPU."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
         peak = torch.get_device_module(device.type).max_memory_allocated()
-    return all_gather_int64(torch.tensor([peak]), axis).flatten().tolist()
+    return all_gather_int64(torch.tensor([peak]), world).flatten().tolist()
 
 
 def versions() -> dict[str, str]:
@@ -152,62 +172,83 @@ def generate(request: GenerationRequest) -> list[Path]:
     if not first:
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
-    pipe, axis = load(request, device)
+    pipe, axes = load(request, device)
     arguments = call_arguments(pipe, request)
     seed = random.SystemRandom().randrange(2**31) if request.seed is None else request.seed
-    seed = broadcast_from_first(torch.tensor(seed), axis).item()
+    seed = broadcast_from_first(torch.tensor(seed), axes.world).item()
     loaded = time.perf_counter() - started
 
     bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
     pipe.set_progress_bar_config(disable=not first, bar_format=bar)
     timer, files, images = StepTimer(device), [], []
-    for index, prompt in enumerate(request.prompts):
+    for start in range(0, len(request.prompts), axes.dp.size):
+        prompts = list(request.prompts[start : start + axes.dp.size])  # one for each replica
         # Drawn on the CPU: the same numbers on every rank, device and world size.
-        generator = torch.Generator().manual_seed(seed)
+        generators = [torch.Generator().manual_seed(seed) for _ in prompts]
         done = len(timer.steps)
         timer.start()
         result = pipe(
-            prompt,
-            generator=generator,
+            prompt=prompts if len(prompts) > 1 else prompts[0],
+            generator=generators if len(prompts) > 1 else generators[0],
             callback_on_step_end=timer,
-            output_type="pil" if first else "latent",
+            output_type="pil" if axes.replica.rank == 0 else "latent",
             **arguments,
         )
-        peaks = peak_memory(axis, device)
+        peaks = peak_memory(axes.world, device)
         if not first:
             continue
-        file = Path(request.out, file_stem(index, prompt, seed) + ".png")
-        image: Image.Image = result.images[0]
-        image.save(file)
-        record = {
-            "prompt": prompt,
-            "seed": seed,
-            "config": {
-                **{k: v for k, v in asdict(request).items() if k not in ("prompts", "seed", "out", "contact_sheet")},
-                "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
-                "device": device.type,
-                "pipeline": type(pipe).__name__,
-                "height": image.height,
-                "width": image.width,
-                "arguments": arguments,
-            },
-            "mesh": {"tp": axis.size},
-            "step_seconds": [round(step, 5) for step in timer.steps[done:]],
-            "load_seconds": round(loaded, 3),
-            "peak_memory_bytes": peaks,
-            "versions": versions(),
-        }
-        file.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-        files.append(file)
-        images.append(image)
+        for index, (prompt, made) in enumerate(zip(prompts, _outputs(result), strict=True), start):
+            file = _write(made, Path(request.out, file_stem(index, prompt, seed)), request.fps)
+            frame = made[0] if isinstance(made, list) else made
+            record = {
+                "prompt": prompt,
+                "seed": seed,
+                "config": {
+                    **{key: value for key, value in asdict(request).items() if key not in NOT_OF_ONE_PICTURE},
+                    "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+                    "device": device.type,
+                    "pipeline": type(pipe).__name__,
+                    "height": frame.height,
+                    "width": frame.width,
+                    "num_frames": len(made) if isinstance(made, list) else None,
+                    "arguments": {key: value for key, value in arguments.items() if key != "image"},
+                },
+                "mesh": {name: getattr(axes, name).size for name in AXES},
+                "step_seconds": [round(step, 5) for step in timer.steps[done:]],
+                "load_seconds": round(loaded, 3),
+                "peak_memory_bytes": peaks,
+                "versions": versions(),
+            }
+            file.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+            files.append(file)
+            images.append(frame)
 
     if first:
         if request.contact_sheet is not None:
             contact_sheet(images, request.prompts, Path(request.contact_sheet))
             print(f"contact sheet: {request.contact_sheet}")
         median = statistics.median(timer.steps) * 1000 if timer.steps else 0.0
+        kind = "video" if any(file.suffix == ".mp4" for file in files) else "picture"
         print(
-            f"{len(files)} picture(s) in {request.out}/, tp={axis.size} on {device.type}: loaded in {loaded:.1f} s, "
+            f"{len(files)} {kind}(s) in {request.out}/, {axes} on {device.type}: loaded in {loaded:.1f} s, "
             f"{median:.1f} ms a step, {time.time() - begun:.1f} s in all"
         )
     return files
+
+
+# What the records leave out of the request.
+NOT_OF_ONE_PICTURE = ("prompts", "seed", "out", "contact_sheet", *AXES)
+
+
+def _outputs(result: BaseOutput) -> list:
+    """Pictures, or videos as lists of frames."""
+    return result.images if hasattr(result, "images") else result.frames
+
+
+def _write(made: Image.Image | list[Image.Image], stem: Path, fps: int) -> Path:
+    file = stem.with_name(stem.name + (".mp4" if isinstance(made, list) else ".png"))
+    if isinstance(made, list):
+        export_to_video(made, str(file), fps=fps)
+    else:
+        made.save(file)
+    return file

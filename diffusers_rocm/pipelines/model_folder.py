@@ -2,13 +2,14 @@
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ..models.plans import TENSOR_PARALLEL_PLANS
+from ..models.plans import CONTEXT_PARALLEL_PLANS, REFUSED_CONTEXT_PARALLEL_PLANS, TENSOR_PARALLEL_PLANS
 
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "tiny-flux-shapes"
@@ -18,7 +19,7 @@ class ModelFolder:
     """A diffusers pipeline, in a local folder or on the Hub.
 
     Raises:
-        ValueError: there is no pipeline there, or its denoiser has no plan.
+        ValueError: there is no pipeline there.
     """
 
     def __init__(self, model: str):
@@ -33,9 +34,6 @@ class ModelFolder:
             raise ValueError(f"{model}: its model_index.json names no transformer")
         self.denoiser_class: str = index[name][1]
         self._denoiser = name
-        if self.denoiser_class not in TENSOR_PARALLEL_PLANS:
-            planned = ", ".join(TENSOR_PARALLEL_PLANS)
-            raise ValueError(f"{model}: its {self.denoiser_class} has no tensor-parallel plan; planned: {planned}")
 
     def _json(self, name: str) -> dict:
         try:
@@ -52,12 +50,25 @@ class ModelFolder:
     def denoiser_config(self) -> dict:
         return self._json(f"{self._denoiser}/config.json")
 
-    def check_degree(self, tp: int) -> None:
-        """Raises ValueError where the denoiser has fewer heads than ranks."""
-        defaults = inspect.signature(getattr(diffusers, self.denoiser_class).__init__).parameters
-        config = {name: each.default for name, each in defaults.items()} | self.denoiser_config()
-        for name, count in TENSOR_PARALLEL_PLANS[self.denoiser_class].head_counts(config).items():
-            if tp > count:
+    def check_degrees(self, degrees: Mapping[str, int]) -> None:
+        """Raises ValueError where the denoiser has no plan for what is asked, or too few heads."""
+        tp, ulysses, name = degrees["tp"], degrees["ulysses"], self.denoiser_class
+        cls = getattr(diffusers, name, None)
+        if cls is None:
+            raise ValueError(f"{self.model}: its {name} is not known to diffusers {diffusers.__version__}")
+        has_context_plan = name in CONTEXT_PARALLEL_PLANS or getattr(cls, "_cp_plan", None) is not None
+        if degrees["ring"] * ulysses > 1 and (not has_context_plan or name in REFUSED_CONTEXT_PARALLEL_PLANS):
+            planned = ", ".join(CONTEXT_PARALLEL_PLANS)
+            raise ValueError(f"{self.model}: its {name} has no context-parallel plan; planned: {planned}")
+        if tp == 1:
+            return
+        if name not in TENSOR_PARALLEL_PLANS:
+            planned = ", ".join(TENSOR_PARALLEL_PLANS)
+            raise ValueError(f"{self.model}: its {name} has no tensor-parallel plan; planned: {planned}")
+        config = {key: each.default for key, each in inspect.signature(cls.__init__).parameters.items()}
+        for heads, count in TENSOR_PARALLEL_PLANS[name].head_counts(config | self.denoiser_config()).items():
+            if tp * ulysses > count:
+                asked = f"--tp {tp}" + (f" with --ulysses {ulysses}" if ulysses > 1 else "")
                 raise ValueError(
-                    f"--tp {tp} exceeds the {count} attention {name} of {self.model}; use --tp <= {count}"
+                    f"{asked} exceeds the {count} attention {heads} of {self.model}; use --tp <= {count // ulysses}"
                 )

@@ -73,7 +73,8 @@ class TestGenerate(unittest.TestCase):
         assert Image.open(self.folder / "3.png").width > 3 * 128
 
         record = json.loads(sorted((self.folder / "3").glob("*.json"))[1].read_text())
-        assert record["prompt"] == RED_CIRCLE and record["seed"] == 7 and record["mesh"] == {"tp": 3}
+        assert record["prompt"] == RED_CIRCLE and record["seed"] == 7
+        assert record["mesh"] == {"dp": 1, "cfg": 1, "ring": 1, "ulysses": 1, "tp": 3}
         assert (
             record["config"]["arguments"]["num_inference_steps"] == 4
             and record["config"]["arguments"]["height"] == 128
@@ -147,7 +148,7 @@ class TestGenerate(unittest.TestCase):
         config = model / "transformer" / "config.json"
         config.write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
         with pytest.raises(ValueError, match="--tp 25 exceeds the 24 attention heads"):
-            ModelFolder(str(model)).check_degree(25)
+            ModelFolder(str(model)).check_degrees({"ring": 1, "ulysses": 1, "tp": 25})
 
     def test_prompt_files(self):
         file = self.folder / "prompts.txt"
@@ -227,7 +228,7 @@ class TestBadInput(unittest.TestCase):
             ("not a pipeline", ["--prompt", "x", "--model", "{folder}"], "no model_index.json there"),
             (
                 "no plan",
-                ["--prompt", "x", "--model", "{folder}/sd3"],
+                ["--prompt", "x", "--model", "{folder}/sd3", "--tp", "2"],
                 "SD3Transformer2DModel has no tensor-parallel plan",
             ),
             ("broken index", ["--prompt", "x", "--model", "{folder}/broken"], "model_index.json is not JSON"),
@@ -270,7 +271,7 @@ class TestBadInput(unittest.TestCase):
 
     def test_torchrun_with_another_number_of_ranks(self):
         with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="2"):
-            assert "torchrun started 2 rank(s) and --tp is 1" in self.refuse("--prompt", "x")
+            assert "tp=1 = 1, but 2 rank(s) were started" in self.refuse("--prompt", "x")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def perturbed_worker(tp: int, what: str) -> dict:
     def latents(rank: int) -> torch.Tensor:
         prompt = prompts[rank != 0] if what == "prompt" else prompts[0]
         generator = torch.Generator().manual_seed(rank if what == "generator" else 0)
-        given = {"latents": torch.randn(1, 64, 64, generator=generator) + rank} if what == "latents" else {}
+        given = {"latents": torch.randn(1, 256, 32, generator=generator) + rank} if what == "latents" else {}
         return pipe(prompt, generator=generator, output_type="latent", **given, **CALL).images
 
     wanted = latents(0)
@@ -234,7 +234,7 @@ class TestEmbeddedFlux(unittest.TestCase):
         results = run_ranks(3, perturbed_worker, 3, what)
         said = {
             "generator": "different generators (seed 0 on rank 0, seed 1 on rank 1, seed 2 on rank 2)",
-            "latents": "different inputs to FluxTransformer2DModel: hidden_states is [1, 64, 64] float32 (",
+            "latents": "different inputs to FluxTransformer2DModel: hidden_states is [1, 256, 32] float32 (",
             "prompt": "different inputs to FluxTransformer2DModel: ",
             "schedule": "different schedules: timesteps is [8] float32 (",
         }
@@ -256,7 +256,7 @@ class TestEmbeddedFlux(unittest.TestCase):
 
     def test_different_numbers_of_prompts(self):
         for message in run_ranks(2, shapes_worker, 2):
-            assert "inputs to FluxTransformer2DModel: hidden_states is [1, 64, 64] float32" in message, message
+            assert "inputs to FluxTransformer2DModel: hidden_states is [1, 256, 32] float32" in message, message
 
     def test_different_numbers_of_steps(self):
         for message in run_ranks(2, steps_worker, 2):

@@ -1,0 +1,156 @@
+"""Pictures spread over replicas: in the order asked, and those that one process makes."""
+
+import unittest
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxPipeline
+from parameterized import parameterized
+
+from diffusers_rocm import DataParallelConfig, ParallelConfig, parallelize
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..testing_utils import relative_l2, run_ranks
+from .testing_utils import PIPELINES, build, latents
+
+
+def generators(kind: str, pictures: int):
+    if kind == "one":
+        return torch.Generator().manual_seed(7)
+    if kind == "list":
+        return [torch.Generator().manual_seed(index) for index in range(pictures)]
+    torch.manual_seed(3)
+    return None
+
+
+def states(given) -> list[torch.Tensor]:
+    return [each.get_state() for each in (given if isinstance(given, list) else [given] if given is not None else [])]
+
+
+def loop_worker(name: str, degrees: dict, prompts: int, per_prompt: int, kind: str, stochastic: bool) -> dict:
+    """Two calls one after the other, which the same generators serve."""
+    arguments = PIPELINES[name].call(prompts)
+    per_prompt_name = "num_videos_per_prompt" if name.startswith("wan") else "num_images_per_prompt"
+    arguments[per_prompt_name] = per_prompt
+
+    def run(parallel: bool) -> tuple[list, list]:
+        pipe = build(name)
+        if stochastic:
+            pipe.scheduler = type(pipe.scheduler).from_config({**pipe.scheduler.config, "stochastic_sampling": True})
+        if parallel:
+            parallelize(pipe, ParallelConfig(**degrees))
+        given = generators(kind, prompts * per_prompt)
+        outputs = [latents(pipe, arguments, seed=None, generator=given, steps=2) for _ in range(2)]
+        return outputs, states(given)
+
+    if kind == "none":
+        # What one process draws when it is given the seed that the ranks draw together.
+        pipe, wanted = build(name), []
+        torch.manual_seed(3)
+        for _ in range(2):
+            seed = torch.randint(2**62, ()).item()
+            wanted.append(latents(pipe, arguments, seed=seed, steps=2))
+        wanted_states = []
+    else:
+        wanted, wanted_states = run(parallel=False)
+    outputs, after = run(parallel=True)
+    return {
+        "shape": [*outputs[0].shape] == [*wanted[0].shape],
+        "errors": [relative_l2(a, b) for a, b in zip(torch.cat(outputs), torch.cat(wanted), strict=True)],
+        "states": all(torch.equal(a, b) for a, b in zip(after, wanted_states, strict=True)),
+    }
+
+
+PROMPTS = [f"a {shape} on a white background" for shape in ("red circle", "green star", "blue square")]
+
+
+def pictures_worker(dp: int, output_type: str, prompts: int, per_prompt: int) -> list:
+    pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"height": 128, "width": 128, "num_inference_steps": 2, "max_sequence_length": 16}
+
+    def run(**changes):
+        seeds = [torch.Generator().manual_seed(index) for index in range(prompts * per_prompt)]
+        prompt = PROMPTS[:prompts] if prompts > 1 else PROMPTS[0]
+        return pipe(
+            prompt,
+            generator=seeds,
+            num_images_per_prompt=per_prompt,
+            output_type=output_type,
+            **call,
+            **changes,
+        )
+
+    wanted = run().images
+    parallelize(pipe, DataParallelConfig(dp=dp))
+    named, (plain,) = run().images, run(return_dict=False)
+
+    def numbers(images) -> np.ndarray:
+        return np.stack([np.asarray(image, dtype=float) for image in images])
+
+    return [
+        type(named) is type(plain) is type(wanted) and type(named[0]) is type(wanted[0]),
+        max(np.abs(numbers(each) - numbers(wanted)).max() for each in (named, plain)),
+    ]
+
+
+def errors_worker() -> dict[str, str]:
+    pipe, arguments, messages = build("flux"), PIPELINES["flux"].call(3), {}
+    parallelize(pipe, DataParallelConfig(dp=2))
+
+    def refuse(name: str, **changes) -> None:
+        with pytest.raises(ValueError) as caught:
+            latents(pipe, arguments, seed=None, **changes)
+        messages[name] = str(caught.value)
+
+    refuse("generators", generator=[torch.Generator().manual_seed(index) for index in range(2)])
+    refuse("seeds", generator=torch.Generator().manual_seed(dist.get_rank()))
+    refuse("forgotten", generator=torch.Generator().manual_seed(0) if dist.get_rank() else None)
+    pipe.transformer.disable_parallelism()
+    messages["afterwards"] = str(latents(pipe, arguments).shape[0])
+    return messages
+
+
+# Prompts, pictures of each, generators, stochastic schedule.
+CASES = [
+    ("flux", {"dp": 2}, 2, 1, "list", False),
+    ("flux", {"dp": 2}, 3, 1, "one", False),
+    ("flux", {"dp": 2}, 1, 3, "one", False),
+    ("flux", {"dp": 2}, 3, 1, "none", False),
+    ("flux", {"dp": 2}, 3, 1, "one", True),
+    ("flux", {"dp": 2}, 4, 1, "list", True),
+    ("flux", {"dp": 3}, 1, 1, "one", False),
+    ("flux", {"dp": 3}, 4, 1, "list", True),
+    ("wan", {"dp": 2}, 3, 1, "one", False),
+    ("sd3", {"dp": 2}, 3, 1, "list", False),
+    ("flux", {"dp": 2, "cfg": 2}, 3, 1, "one", False),
+    ("wan", {"dp": 2, "tp": 2}, 1, 3, "list", False),
+]
+
+
+class TestDataParallel(unittest.TestCase):
+    @parameterized.expand(CASES)
+    def test_whole_loop(self, name, degrees, prompts, per_prompt, kind, stochastic):
+        world = torch.Size(degrees.values()).numel()
+        for result in run_ranks(world, loop_worker, name, degrees, prompts, per_prompt, kind, stochastic):
+            assert result["shape"] and result["states"], result
+            assert len(result["errors"]) == 2 * prompts * per_prompt and max(result["errors"]) <= FLOAT32_BAR, result
+
+    @parameterized.expand([("pil", 3, 1), ("np", 2, 2), ("pt", 3, 1), ("pil", 1, 1), ("pil", 2, 3), ("np", 1, 3)])
+    def test_pictures(self, output_type, prompts, per_prompt):
+        for same_types, difference in run_ranks(2, pictures_worker, 2, output_type, prompts, per_prompt):
+            assert same_types and difference <= (1 if output_type == "pil" else 1e-4), difference
+
+    def test_errors(self):
+        for messages in run_ranks(2, errors_worker):
+            assert "2 generators for 3 pictures" in messages["generators"]
+            assert "different generators (seed 0 on rank 0, seed 1 on rank 1)" in messages["seeds"]
+            assert "different generators (none on rank 0, seed 0 on rank 1)" in messages["forgotten"]
+            assert messages["afterwards"] == "3"
+
+
+if __name__ == "__main__":
+    unittest.main()
