@@ -217,9 +217,12 @@ JOINED = {name: (name,) for name in AXES} | {
 }
 
 
-def members_worker(mesh: dict[str, int], own: tuple | None = None) -> dict[str, tuple]:
+def members_worker(mesh: dict[str, int], own: bool = False) -> dict[str, tuple]:
     """Of each axis: the ranks on it, this one's place, and the source of its broadcasts."""
-    config = ParallelConfig(**mesh) if own is None else ParallelConfig(mesh=init_device_mesh("cpu", *own))
+    names, sizes = zip(*mesh.items(), strict=True)
+    config = (
+        ParallelConfig(mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names)) if own else ParallelConfig(**mesh)
+    )
     axes = config.axes()
     for name in JOINED:
         axis, ones = getattr(axes, name), torch.ones(1)
@@ -279,8 +282,8 @@ def own_mesh_errors_worker() -> dict[str, str]:
 
 
 class TestMeshAxes(unittest.TestCase):
-    def check(self, mesh: dict, *own) -> None:
-        for rank, axes in enumerate(run_ranks(math.prod(mesh.values()), members_worker, mesh, *own)):
+    def check(self, mesh: dict[str, int], own: bool = False) -> None:
+        for rank, axes in enumerate(run_ranks(math.prod(mesh.values()), members_worker, mesh, own)):
             for name in JOINED:
                 ranks = expected_members(mesh, name, rank)
                 place = ranks.index(rank), ranks[0] if len(ranks) > 1 else 0
@@ -302,7 +305,7 @@ class TestMeshAxes(unittest.TestCase):
 
     @parameterized.expand([(("dp", "tp"),), (("ring", "ulysses"),), (("cfg", "tp"),)])
     def test_own_mesh(self, names):
-        self.check(dict.fromkeys(names, 2), ((2, 2), names))
+        self.check(dict.fromkeys(names, 2), own=True)
 
     def test_own_mesh_with_other_axes(self):
         """Each of the two replicas that the package knows nothing of has its own axes."""

@@ -42,9 +42,7 @@ def arguments_of(index: int, name: str, mesh: tuple[int, ...]) -> dict:
     dp = mesh[0]
     prompts = 1 + index % 2 if dp == 1 else 2 * dp - index % 2
     generators = [torch.Generator().manual_seed(seed) for seed in range(prompts)]
-    arguments = {**PIPELINES[name].call(prompts), "generator": generators if index // 2 % 2 else generators[0]}
-    # Each prompt is another, so that a wrong order shows.
-    return arguments
+    return {**PIPELINES[name].call(prompts), "generator": generators if index // 2 % 2 else generators[0]}
 
 
 def mesh_worker(index: int, name: str, mesh: tuple[int, ...]) -> tuple[float, int]:
