@@ -34,14 +34,14 @@ _originals: list[tuple[Any, Any, Any]] = []
 def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
     from diffusers import ModelMixin
-    from diffusers.hooks.first_block_cache import FBCHeadBlockHook
+    from diffusers.hooks import faster_cache, first_block_cache, mag_cache, pyramid_attention_broadcast
     from diffusers.loaders import PeftAdapterMixin
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
     from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.transformers.transformer_wan import WanAttention
 
-    from .hooks.first_block_cache import wrap_new_forward
+    from .hooks import caches
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
 
@@ -62,8 +62,17 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         yield registry._backends, backend, functools.partial(our_attention.wrap_backend, backend)
         yield registry._supported_arg_names, backend, our_attention.wrap_argument_names
     yield ModelMixin, "set_attention_backend", ours.wrap_set_attention_backend
-    # All versions: ranks that hold different tokens must decide alike.
-    yield FBCHeadBlockHook, "new_forward", wrap_new_forward
+    # All versions: ranks that share a forward must decide alike, and what mixes branches of guidance must have both.
+    yield first_block_cache.FBCHeadBlockHook, "new_forward", caches.wrap_first_block
+    yield mag_cache.MagCacheBlockHook, "new_forward", caches.wrap_mag_cache_block
+    yield pyramid_attention_broadcast.PyramidAttentionBroadcastHook, "new_forward", caches.wrap_one_state
+    yield faster_cache.FasterCacheBlockHook, "new_forward", caches.wrap_one_state
+    yield faster_cache.FasterCacheDenoiserHook, "new_forward", caches.wrap_faster_cache_denoiser
+    # 0.42: a cache that decides by the latents.
+    if hasattr(diffusers.hooks, "SeaCacheConfig"):
+        from diffusers.hooks.sea_cache import SeaCacheLeaderBlockHook
+
+        yield SeaCacheLeaderBlockHook, "new_forward", caches.wrap_sea_cache_leader
     # 0.37 to 0.39: diffusers' own ring takes the shape of the log-sum-exp from the version of torch.
     if Version(diffusers.__version__) < Version("0.40"):
         for name in vars(attention_dispatch):

@@ -181,13 +181,18 @@ class _Exchange(torch.autograd.Function):
         return _exchange(grad.contiguous(), ctx.receive, ctx.send, ctx.axis), None, None, None
 
 
+def as_sent(x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous, for a collective that moves bits: not every backend knows float8."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def _broadcast(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    buffer = x.detach().to(axis.device, copy=True, memory_format=torch.contiguous_format)
+    buffer = as_sent(x.detach().to(axis.device, copy=True, memory_format=torch.contiguous_format))
     if torch.compiler.is_compiling():
         buffer = funcol.broadcast(buffer, 0, axis.group)  # counts ranks within the group
     else:
         dist.broadcast(buffer, src=axis.first, group=axis.group)
-    return buffer.to(x.device)
+    return buffer.view(x.dtype).to(x.device)
 
 
 class _FromFirst(torch.autograd.Function):

@@ -17,6 +17,7 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather
 from ..distributed.sharding import Block
 from .around_call import AroundCall
+from .caches import guidance_shared
 
 
 class _Turns:
@@ -124,7 +125,8 @@ class GuidanceParallel(AroundCall):
         start, stop = Block(batch, 1).bounds(self._axis.rank, self._axis.size)
         args = tuple(_rows(x, "", batch, start, stop) for x in args)
         kwargs = {name: _rows(x, name, batch, start, stop) for name, x in kwargs.items()}
-        leaves, structure = tree_flatten(call(*args, **kwargs))
+        with guidance_shared(self._axis, by_rows=True):
+            leaves, structure = tree_flatten(call(*args, **kwargs))
         sizes = (stop - start,) * self._axis.size
         return tree_unflatten([self._gathered(x, sizes) for x in leaves], structure)
 
@@ -142,7 +144,8 @@ class GuidanceParallel(AroundCall):
         kind, turn, turns = repr([*_shapes((args, kwargs))]), len(self._parts), self._turns
         known = self._known.get(kind)
         if known is None or turn == self._axis.rank:
-            output = call(*args, **kwargs)
+            with guidance_shared(self._axis, by_rows=False):
+                output = call(*args, **kwargs)
             leaves, structure = tree_flatten(output)
         if known is None:
             self._known[kind] = [(x.shape, x.dtype, x.device) for x in leaves], structure

@@ -32,7 +32,7 @@ class SequenceSplit:
 
     def __init__(self, name: str, plan: ContextParallelPlan, axes: Axes, rotate_method: str):
         self.name, self.plan, self.rotate_method = name, plan, rotate_method
-        self.cp, self.ring, self.ulysses = axes.context, axes.ring, axes.ulysses
+        self.cp, self.ring, self.ulysses, self.model = axes.context, axes.ring, axes.ulysses, axes.model
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
         self.keys_are_whole = False  # those of the attention that comes next

@@ -61,9 +61,11 @@ class StepModulation:
             linear.ready = None
 
     def _compute(self, source: nn.Module, args: tuple, embedding: torch.Tensor) -> None:
-        # With gradients, or with weights that offloading brings in block by block, each Linear computes its own.
-        elsewhere = any(linear.weight.device != embedding.device for linear in self._linears)
-        if torch.is_grad_enabled() or elsewhere or not self._in_forward:
+        # With gradients, or with weights that offloading or layerwise casting makes ready block by block, each Linear
+        # computes its own.
+        like = embedding.device, embedding.dtype
+        unready = any((linear.weight.device, linear.weight.dtype) != like for linear in self._linears)
+        if torch.is_grad_enabled() or unready or not self._in_forward:
             return
         x = F.silu(embedding)
         local = torch.cat([F.linear(x, linear.weight, linear.bias) for linear in self._linears], dim=-1)

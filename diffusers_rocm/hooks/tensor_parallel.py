@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 
 from ..distributed.axis import Axis
-from ..distributed.collectives import broadcast_from_first
+from ..distributed.collectives import as_sent, broadcast_from_first
 from ..distributed.sharding import Block, Shard
 from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
@@ -139,7 +139,7 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
             attributes.update(in_features=module.in_features, out_features=module.out_features)
             module.out_features, module.in_features = module.weight.shape
         if style.becomes is not None:
-            module.__class__ = style.becomes
+            _become(module, style.becomes)
         module.sharding = layers.Sharding(axis, placement.shards, shapes, requires_grad, attributes)
 
 
@@ -153,7 +153,9 @@ def unshard_modules(model: nn.Module) -> None:
             requires_grad = sharding.requires_grad[name] if local is None else local.requires_grad
             _set_parameter(module, name, gather_parameter(module, name), requires_grad)
         for name, value in sharding.attributes.items():
-            setattr(module, name, value)
+            if name != "__class__":
+                setattr(module, name, value)
+        _become(module, sharding.attributes["__class__"])
         del module.sharding
 
 
@@ -178,7 +180,7 @@ def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> tor
             part = shape if shard.dim is None else shard.local_shape(shape, rank, axis.size)
             buffer = like.new_empty(part, device=axis.device)
         if axis.size > 1:
-            dist.broadcast(buffer, src=dist.get_global_rank(axis.group, rank), group=axis.group)
+            dist.broadcast(as_sent(buffer), src=dist.get_global_rank(axis.group, rank), group=axis.group)
         if assemble and shard.dim is None:
             full.copy_(buffer)
         elif assemble:
@@ -203,6 +205,16 @@ def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, .
     module.__class__ = layers.ColumnParallelLinear
     requires_grad = {name: getattr(module, name).requires_grad for name in shards}
     module.sharding = layers.Sharding(axis, shards, shapes, requires_grad, attributes)
+
+
+def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give the module another class, also where hooks of diffusers or accelerate hold on to the forward it had."""
+    found = type(module).forward
+    module.__class__ = cls
+    for holder in (module, *getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())):
+        for name in ("forward", "original_forward", "_old_forward"):
+            if getattr(vars(holder).get(name), "__func__", None) is found:
+                setattr(holder, name, cls.forward.__get__(module))
 
 
 def _set_parameter(module: nn.Module, name: str, value: torch.Tensor | None, requires_grad: bool) -> None:
