@@ -4,6 +4,7 @@ import unittest
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from diffusers.hooks import apply_layerwise_casting
 from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig, parallelize
@@ -16,8 +17,11 @@ from ..testing_utils import relative_l2, run_ranks
 
 def cast(model: torch.nn.Module, everything: bool) -> None:
     """Into float8; of all layers if `everything`, else without the norms and their modulation, as is the default."""
-    skip = {"skip_modules_pattern": ()} if everything else {}
-    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32, **skip)
+    dtypes = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
+    if everything:
+        apply_layerwise_casting(model, **dtypes, skip_modules_pattern=())
+    else:
+        model.enable_layerwise_casting(**dtypes)
 
 
 def stored(model: torch.nn.Module) -> set[torch.dtype]:
