@@ -10,7 +10,7 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 from diffusers_rocm import ContextParallelConfig
-from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.mesh import Axes
 from diffusers_rocm.hooks.context_parallel import SequenceSplit, split_sequences
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, LeadingTokens, gather, split
 
@@ -31,8 +31,7 @@ FLUX = {
 
 def hang(model: nn.Module, plan: ContextParallelPlan) -> list:
     """What enabling does of itself, without ranks: the model may be on meta."""
-    name, one = type(model).__name__, Axis.single("one")
-    return split_sequences(model, SequenceSplit(name, plan, one, one, one, "p2p"))
+    return split_sequences(model, SequenceSplit(type(model).__name__, plan, Axes.of_mesh(None), "p2p"))
 
 
 def meta_model(name: str, **init) -> nn.Module:

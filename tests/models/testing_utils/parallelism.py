@@ -195,13 +195,13 @@ class TensorParallelTesterMixin:
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
 
-    @parameterized.expand([(2, "10GB"), (3, "1MB")])
+    @parameterized.expand([(2, "10GB"), (3, "100KB")])
     def test_save_pretrained(self, tp, max_shard_size):
         with tempfile.TemporaryDirectory() as folder:
             assert all(self.ranks(tp, save_worker, tp, folder, max_shard_size))
             files = sorted(file.name for file in Path(folder).iterdir())
             sharded = any("-of-" in name for name in files)
-            assert sharded == (max_shard_size == "1MB"), files
+            assert sharded == (max_shard_size == "100KB"), files
             assert not any(name.endswith(".partial") for name in files), files
 
     def test_ranks_that_start_from_different_weights(self):
