@@ -244,8 +244,8 @@ class TestCaches(unittest.TestCase):
         assert alone == (False, True), "each rank would decide the same by itself, and the test would show nothing"
         assert together == (True, True)
 
-    @unittest.skipIf(NO_SEA, NO_SEA)
     @parameterized.expand([({"tp": 2},), ({"ring": 2},)])
+    @unittest.skipIf(NO_SEA, NO_SEA)
     def test_sea_cache_decides_by_the_same_latents(self, mesh):
         first, second = run_ranks(2, indicator_worker, mesh)
         assert first == second
