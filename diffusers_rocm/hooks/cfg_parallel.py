@@ -6,13 +6,15 @@ group's is answered at once by tensors that are yet to come. With the last call 
 reads one before that gets an error: every answer is what the denoiser says to that very input, or none.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ..distributed.agreement import leaves as named_leaves
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather
 from ..distributed.sharding import Block
@@ -109,8 +111,8 @@ class GuidanceParallel(AroundCall):
         if early:
             raise early[0].turns.too_early("another call")
         args, kwargs = tree_map(_plain, (args, kwargs))
-        tensors = [x for x in (*self._module.parameters(), *tree_leaves((args, kwargs))) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        everything = itertools.chain(self._module.parameters(), tree_leaves((args, kwargs)))
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in everything):
             raise ValueError(f"cfg={self._axis.size} shares predictions, not gradients: run under torch.no_grad()")
         batch = _batch_of((*args, *kwargs.values()))
         try:
@@ -141,7 +143,7 @@ class GuidanceParallel(AroundCall):
         return all_gather(x, sizes, self._axis, 0)
 
     def _take_turns(self, call: Callable, args: tuple, kwargs: dict) -> Any:
-        kind, turn, turns = repr([*_shapes((args, kwargs))]), len(self._parts), self._turns
+        kind, turn, turns = _kind(args, kwargs), len(self._parts), self._turns
         known = self._known.get(kind)
         if known is None or turn == self._axis.rank:
             with guidance_shared(self._axis, by_rows=False):
@@ -205,14 +207,7 @@ def _rows(value: Any, name: str, batch: int, start: int, stop: int) -> Any:
     return value
 
 
-def _shapes(value: Any, name: str = "") -> Iterator[tuple]:
-    if isinstance(value, Tensor):
-        yield name, tuple(value.shape), str(value.dtype)
-    elif isinstance(value, dict):
-        for key in value:
-            yield from _shapes(value[key], f"{name}.{key}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _shapes(item, f"{name}.{index}")
-    elif not isinstance(value, float):  # which may change by step, and never the shape of an answer
-        yield name, str(value)
+def _kind(args: tuple, kwargs: dict) -> str:
+    """What the shapes of an answer follow from; not floats, which may change by step."""
+    given = [(name, x) for name, x in named_leaves((args, kwargs)) if not isinstance(x, float)]
+    return repr([(name, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (name, str(x)) for name, x in given])

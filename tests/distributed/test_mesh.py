@@ -6,7 +6,6 @@ import re
 import unittest
 
 import diffusers
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
@@ -24,16 +23,7 @@ from diffusers_rocm import (
 )
 from diffusers_rocm.distributed.mesh import AXES, Axes, mesh_axes, resolve_degrees
 
-from ..testing_utils import run_ranks
-
-
-def message_of(function, *args, **kwargs) -> str:
-    """The message of the ValueError that the call must raise."""
-    with pytest.raises(ValueError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message, message
-    return message
+from ..testing_utils import message_of, run_ranks
 
 
 def offered(message: str) -> list[dict[str, int]]:

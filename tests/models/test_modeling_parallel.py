@@ -3,7 +3,6 @@
 import unittest
 
 import diffusers
-import pytest
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DModel
 from parameterized import parameterized
@@ -12,22 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from diffusers_rocm import TensorParallelConfig, verify_plan
 from diffusers_rocm.hooks.tensor_parallel import sharded_modules
 
-from ..testing_utils import relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, run_ranks
 from .testing_utils.parallelism import FLOAT32_BAR
 from .transformers.test_models_transformer_flux import FLUX_INIT, FluxTransformerTesterConfig
 
 
 def tiny_flux(**changes) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**{**FLUX_INIT, "num_layers": 1, "num_single_layers": 1, **changes})
-
-
-def message_of(function, *args, **kwargs) -> str:
-    """The message of the ValueError that the call must raise."""
-    with pytest.raises(ValueError) as caught:
-        function(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message, message
-    return message
 
 
 class TestTensorParallelConfig(unittest.TestCase):
