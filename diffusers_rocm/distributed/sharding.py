@@ -60,6 +60,12 @@ class Shard:
         """`size` of every rank."""
         return tuple(self.size(rank, world) for rank in range(world))
 
+    def share(self, count: int, rank: int, world: int) -> int:
+        """The rank's part of `count` things of which the dim holds each an equal number of elements (heads, say)."""
+        full = sum(block.size for block in self.blocks)
+        assert count * self.size(rank, world) % full == 0, (count, full)
+        return count * self.size(rank, world) // full
+
     def _runs(self, rank: int, world: int) -> list[tuple[int, int]]:
         runs, offset = [], 0
         for block in self.blocks:

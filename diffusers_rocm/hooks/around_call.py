@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .stand_in import stands_in_for
+
 
 class AroundCall:
     """Hangs on a module until `remove()`; what is hung later is further out."""
@@ -34,6 +36,7 @@ class AroundCall:
 
 @functools.cache
 def _around_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @stands_in_for(cls)
     class Around(cls):
         @functools.wraps(cls.__call__)
         def __call__(self, *args, **kwargs):
@@ -47,7 +50,6 @@ def _around_class(cls: type[nn.Module]) -> type[nn.Module]:
                 call = functools.partial(_one, each, call)
             return call(*args, **kwargs)
 
-    Around.__name__, Around.__qualname__, Around.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Around
 
 

@@ -22,6 +22,7 @@ from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
 from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
 from ..models.plans.plan import match
+from .stand_in import stands_in_for
 
 
 class SequenceSplit:
@@ -155,13 +156,13 @@ class _DivertedAttention(TorchFunctionMode):
 def _diverted_class(cls: type) -> type:
     """`cls`, a processor that calls torch's attention, with that call led to the processor's `sequence_split`."""
 
+    @stands_in_for(cls)
     class Diverted(cls):
         @functools.wraps(cls.__call__)  # diffusers looks at the signature
         def __call__(self, *args, **kwargs):
             with _DivertedAttention(self.sequence_split):
                 return super().__call__(*args, **kwargs)
 
-    Diverted.__name__, Diverted.__qualname__ = cls.__name__, cls.__qualname__
     return Diverted
 
 
@@ -278,7 +279,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
             raise ValueError(f"a {name} with {path} cannot be split: {reason}")
     found = {rule: modules for rule, _, modules in match(model, plan.modules) if rule}
     found |= {"": [("", model)]} if "" in plan.modules else {}
-    missing = [rule for rule, modules in found.items() if not modules]
+    missing = [rule for rule, modules in found.items() if not modules and not rule.endswith("?")]
     if missing:
         raise ValueError(f"the context-parallel plan of {name} names {', '.join(missing)}, which this model lacks")
     for rule, modules in found.items():
@@ -358,13 +359,12 @@ def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _inputs(module: nn.Module, how: Any) -> dict[str, InputPlan]:
-    """The arguments that the plan names; without the counts that a block swallows unnamed."""
+    """The arguments that the plan names; of those marked as optional, what the module takes."""
     if not isinstance(how, Mapping):
         return {}
     taken = _parameters(module)
-    swallows = any(each.kind == each.VAR_POSITIONAL for each in taken.values())
     named = {key: each for key, each in how.items() if isinstance(key, str)}
-    return {k: v for k, v in named.items() if not (isinstance(v, LeadingTokens) and swallows and k not in taken)}
+    return {k.removesuffix("?"): each for k, each in named.items() if not k.endswith("?") or k[:-1] in taken}
 
 
 def _module_hooks(module: nn.Module, path: str, how: ModulePlan, split: SequenceSplit) -> list[RemovableHandle]:

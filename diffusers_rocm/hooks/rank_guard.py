@@ -18,6 +18,7 @@ from ..distributed.agreement import agree, leaves
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather, all_gather_int64, broadcast_from_first
 from .around_call import AroundCall
+from .stand_in import stands_in_for
 
 
 RANK_CHECKS = ("first", "always", "off")
@@ -131,6 +132,7 @@ class GuardedScheduler:
 
 @functools.cache
 def _guarded_class(cls: type) -> type:
+    @stands_in_for(cls)
     class Guarded(cls):
         @functools.wraps(cls.set_timesteps)  # pipelines look at the signature
         def set_timesteps(self, *args, **kwargs) -> None:
@@ -149,5 +151,4 @@ def _guarded_class(cls: type) -> type:
             output.prev_sample = latents
             return output
 
-    Guarded.__name__, Guarded.__qualname__, Guarded.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Guarded

@@ -4,8 +4,8 @@ A plan names a style for each module; a style says which slices of its parameter
 becomes. The model's own, unmodified forward then runs on every rank. Nothing else happens: no DTensor, no hooks.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,13 +27,13 @@ class Style:
 
     Attributes:
         accepts: the classes it can take, exactly these: a subclass may compute something else.
-        becomes: the class of the sharded module; None leaves it.
+        becomes: the class of the sharded module, or what makes it of the class that there is; None leaves it.
         weight_dim: the dim of the weight that is cut; None for a module without weights of its own.
         bias_dim: the same for the bias; None keeps it whole, on the first rank alone.
     """
 
     accepts: tuple[type, ...] = ()
-    becomes: type | None = None
+    becomes: type[nn.Module] | Callable[[type[nn.Module]], type[nn.Module]] | None = None
     weight_dim: int | None = None
     bias_dim: int | None = None
 
@@ -53,8 +53,9 @@ STYLES: dict[str, Style] = {
     "gather": Style((nn.Linear,), layers.GatheredColumnLinear, weight_dim=0, bias_dim=0),
     "modulation": Style((nn.Linear,), layers.ModulationLinear, weight_dim=0, bias_dim=0),
     "norm": Style((nn.RMSNorm, DiffusersRMSNorm), layers.ShardedRMSNorm, weight_dim=0, bias_dim=0),
-    "head_norm": Style((nn.RMSNorm,), layers.HeadRMSNorm),
-    "heads": Style(),
+    "head_norm": Style(becomes=layers.of_local_heads),
+    "local": Style(),
+    "output": Style(becomes=layers.with_local_output),
     "flux_ip_adapter": Style((FluxIPAdapterAttnProcessor,), layers.ShardedFluxIPAdapterAttnProcessor),
     "replicate": Style(),
 }
@@ -62,12 +63,18 @@ STYLES: dict[str, Style] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """A rule that met a module: what will be done to it."""
+    """A rule that met a module: what will be done to it.
+
+    Attributes:
+        shards: parameter -> its layout.
+        local: attribute of the module that counts something, or dim of its output -> the layout of that.
+    """
 
     path: str
     module: nn.Module
     style: str
     shards: dict[str, Shard]
+    local: dict[str, Shard] = field(default_factory=dict)
 
 
 def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Placement]:
@@ -110,7 +117,13 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
                 short = [block for block in blocks if block.size // block.unit < world]
                 if short:
                     raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
-            placements.append(Placement(path, module, name, style.shards(module, blocks)))
+            local = {}
+            if name == "local":
+                local = plan.attributes(argument, module, model.config, world)
+            elif name == "output":
+                dim, _, layout = argument.partition("=")
+                local = {dim: plan.head_shard(layout, model.config)}
+            placements.append(Placement(path, module, name, style.shards(module, blocks), local))
     return placements
 
 
@@ -131,16 +144,17 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
             shapes[name], requires_grad[name] = parameter.shape, parameter.requires_grad
             full = parameter.detach() if source is None else broadcast_from_first(parameter.detach(), source)
             _set_parameter(module, name, shard.take(full, axis.rank, axis.size), parameter.requires_grad)
-        if placement.style == "heads":
-            attributes["heads"] = module.heads
-            start, stop = Block(module.heads, 1).bounds(axis.rank, axis.size)
-            module.heads = stop - start
+        if placement.style == "local":
+            for name, shard in placement.local.items():
+                attributes[name] = getattr(module, name)
+                setattr(module, name, shard.share(attributes[name], axis.rank, axis.size))
         if isinstance(module, nn.Linear):
             attributes.update(in_features=module.in_features, out_features=module.out_features)
             module.out_features, module.in_features = module.weight.shape
         if style.becomes is not None:
-            _become(module, style.becomes)
-        module.sharding = layers.Sharding(axis, placement.shards, shapes, requires_grad, attributes)
+            sharded = style.becomes if isinstance(style.becomes, type) else style.becomes(type(module))
+            _become(module, sharded)
+        module.sharding = layers.Sharding(axis, placement.shards, shapes, requires_grad, attributes, placement.local)
 
 
 @torch.inference_mode(False)

@@ -5,6 +5,7 @@ Each holds its slice as a plain Parameter and stays an instance of what it was, 
 every hook on it, stays good.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from ..distributed.axis import Axis
 from ..distributed.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, sum_over_axis
 from ..distributed.sharding import Shard
+from .stand_in import stands_in_for
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Sharding:
         shapes: parameter name -> its full shape.
         requires_grad: parameter name -> whether it was trained; a rank without its share of a bias cannot tell.
         attributes: what sharding overwrote, as it was: class and sizes.
+        local: dim of the module's output -> the layout of what is cut from it.
     """
 
     axis: Axis
@@ -36,6 +39,7 @@ class Sharding:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
+    local: dict[str, Shard] = field(default_factory=dict)
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -82,14 +86,43 @@ class ModulationLinear(GatheredColumnLinear):
         return super().forward(x) if self.ready is None else self.ready
 
 
-class HeadRMSNorm(nn.RMSNorm):
-    """RMSNorm within a head: replicated, but each rank sees its own heads only, so the gradients must be summed."""
+@functools.cache
+def of_local_heads(cls: type[nn.Module]) -> type[nn.Module]:
+    """`cls`, a norm within a head: replicated, but each rank sees its own heads only, so the gradients are summed."""
 
-    sharding: Sharding
+    @stands_in_for(cls)
+    class OfLocalHeads(cls):
+        def forward(self, *args, **kwargs):
+            if not torch.is_grad_enabled():
+                return super().forward(*args, **kwargs)
+            whole = dict(self._parameters)
+            axis = self.sharding.axis
+            self._parameters.update({k: v if v is None else copy_to_axis(v, axis) for k, v in whole.items()})
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                self._parameters.update(whole)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else copy_to_axis(self.weight, self.sharding.axis)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+    return OfLocalHeads
+
+
+@functools.cache
+def with_local_output(cls: type[nn.Module]) -> type[nn.Module]:
+    """`cls`, of whose outputs attention takes what its local heads need (rotary embeddings over all heads)."""
+
+    @stands_in_for(cls)
+    class WithLocalOutput(cls):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            return tuple(map(self._local, output)) if isinstance(output, tuple) else self._local(output)
+
+        def _local(self, x: torch.Tensor) -> torch.Tensor:
+            axis = self.sharding.axis
+            ((dim, shard),) = self.sharding.local.items()
+            before = sum(shard.share(x.shape[int(dim)], rank, axis.size) for rank in range(axis.rank))
+            return copy_to_axis(x, axis).narrow(int(dim), before, shard.share(x.shape[int(dim)], axis.rank, axis.size))
+
+    return WithLocalOutput
 
 
 class ShardedRMSNorm(nn.Module):

@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..distributed.mesh import Axes
+from ..hooks.stand_in import stands_in_for
 from .data_parallel import spread
 
 
@@ -49,6 +50,7 @@ class ParallelCall:
 def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
     signature = inspect.signature(cls.__call__)
 
+    @stands_in_for(cls)
     class Parallel(cls):
         @functools.wraps(cls.__call__)  # others look at the signature
         def __call__(self, *args, **kwargs):
@@ -58,7 +60,6 @@ def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
                 arguments |= arguments.pop(name, {})
             return self.parallel_call.run(super().__call__, signature.parameters, arguments)
 
-    Parallel.__name__, Parallel.__qualname__, Parallel.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Parallel
 
 

@@ -1,37 +1,26 @@
 """Plans, one file per model family, named as upstream's model files."""
 
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from . import (
-    transformer_flux,
-    transformer_flux2,
-    transformer_hunyuan_video,
-    transformer_ltx,
-    transformer_qwenimage,
-    transformer_wan,
-)
 from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan
 
 
-TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {
-    **transformer_flux.TENSOR_PARALLEL_PLANS,
-    **transformer_wan.TENSOR_PARALLEL_PLANS,
-}
+TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {}
+CONTEXT_PARALLEL_PLANS: dict[str, ContextParallelPlan] = {}
 
-CONTEXT_PARALLEL_PLANS: dict[str, ContextParallelPlan] = {
-    **transformer_flux.CONTEXT_PARALLEL_PLANS,
-    **transformer_flux2.CONTEXT_PARALLEL_PLANS,
-    **transformer_hunyuan_video.CONTEXT_PARALLEL_PLANS,
-    **transformer_ltx.CONTEXT_PARALLEL_PLANS,
-    **transformer_qwenimage.CONTEXT_PARALLEL_PLANS,
-    **transformer_wan.CONTEXT_PARALLEL_PLANS,
-}
+for _file in pkgutil.iter_modules(__path__):
+    if "transformer" in _file.name or "controlnet" in _file.name:
+        _family = importlib.import_module(f"{__name__}.{_file.name}")
+        TENSOR_PARALLEL_PLANS |= getattr(_family, "TENSOR_PARALLEL_PLANS", {})
+        CONTEXT_PARALLEL_PLANS |= getattr(_family, "CONTEXT_PARALLEL_PLANS", {})
 
 
 # diffusers' own plans that cannot be used, and why.

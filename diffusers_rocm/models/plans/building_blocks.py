@@ -3,7 +3,7 @@
 # Attention with separate projections (`Attention`, `FluxAttention`, ...), its heads dealt to the ranks. The fused
 # projections appear once `fuse_qkv_projections()` was called.
 ATTENTION = {
-    "": "heads",
+    "": "local:heads=heads",
     "to_q": "column:heads",
     "to_k": "column:heads",
     "to_v": "column:heads",
@@ -29,3 +29,6 @@ JOINT_ATTENTION = {**ATTENTION, **ATTENTION_OUT, **ADDED_ATTENTION}
 
 # `FeedForward` with a plain activation.
 FEED_FORWARD = {"net.0.proj": "column:mlp", "net.2": "row:mlp"}
+
+# `FeedForward` with GEGLU or SwiGLU: values and gates in one projection.
+GATED_FEED_FORWARD = {"net.0.proj": "column:mlp+mlp", "net.2": "row:mlp"}

@@ -7,10 +7,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 
 
 class LeadingTokens:
-    """An argument that counts the main stream's first tokens, which the model treats apart.
-
-    A block that takes any arguments and does not name it has no use for it.
-    """
+    """An argument that counts the main stream's first tokens, which the model treats apart."""
 
 
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
@@ -27,7 +24,8 @@ class ContextParallelPlan:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
-            list in the plan says. Hooks run in the order of the rules.
+            list in the plan says. Hooks run in the order of the rules. A trailing `?` marks a path or an argument that
+            a model of the class may lack.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
@@ -53,13 +51,13 @@ class ContextParallelPlan:
     def __post_init__(self) -> None:
         for path, rule in self.modules.items():
             parts = rule.items() if isinstance(rule, Mapping) else [(None, rule)]
-            if not all(self._fits(key, how) for key, how in parts):
+            if not all(self._fits(_name(key), how) for key, how in parts):
                 raise ValueError(
                     f"{path!r}: {rule!r} cannot be in a context-parallel plan: a module's path goes with {{argument: "
                     "split(), number of an output: split(output=True)} or with gather(); a list of them may stand for "
                     "several tensors, but a stream of tokens is one"
                 )
-        arguments = {key for rule in self.modules.values() if isinstance(rule, Mapping) for key in rule}
+        arguments = {_name(key) for rule in self.modules.values() if isinstance(rule, Mapping) for key in rule}
         if self.main not in arguments:
             raise ValueError(
                 f"this context-parallel plan splits no argument {self.main!r}, from which the length of the sequence "
@@ -77,6 +75,10 @@ class ContextParallelPlan:
         if isinstance(how, LeadingTokens):
             return isinstance(key, str)
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
+
+
+def _name(key: str | int | None) -> str | int | None:
+    return key.removesuffix("?") if isinstance(key, str) else key
 
 
 def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:

@@ -1,12 +1,16 @@
 """What a tensor-parallel plan is: data that says, path by path, how a model's modules are split."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from ...distributed.sharding import Block, granule
+from ...distributed.sharding import Block, Shard, granule
+
+
+# A number that a model's config holds under this key, or from which it follows.
+Size = str | Callable[[Mapping[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -17,19 +21,36 @@ class TensorParallelPlan:
         rules: path -> style. In a path `*` stands for one component (an index), and a trailing `?` marks a rule whose
             module need not exist (fused projections). Styles are those of `hooks.tensor_parallel.STYLES`, each with
             an argument after a colon where it takes one: `"column:heads"`, `"row:heads+mlp"`.
-        heads: block name -> (number of heads, elements per head), both as keys of the model's config. The
-            remaining elements of a dim belong to its `mlp` blocks.
+        heads: block name -> (number of heads, elements per head), each as a key of the model's config or a function of
+            it. Where several query heads share a key and a value, the queries are dealt in such groups. The remaining
+            elements of a dim belong to its `mlp` blocks.
         embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
     """
 
     rules: Mapping[str, str]
-    heads: Mapping[str, tuple[str, str]] = field(
+    heads: Mapping[str, tuple[Size, Size]] = field(
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
     embedding: str | None = None
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
-        return {name: config[count] for name, (count, _) in self.heads.items()}
+        return {name: _value(count, config) for name, (count, _) in self.heads.items()}
+
+    def attributes(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:
+        """Attribute of the module -> layout of what it counts, for `"heads=heads,inner_dim=heads"`, say."""
+        shards = {}
+        for each in layouts.split(","):
+            name, _, layout = each.partition("=")
+            if layout in self.heads:
+                shards[name] = self.head_shard(layout, config)
+            else:
+                shards[name] = Shard(0, self.blocks(layout, getattr(module, name), config, world))
+        return shards
+
+    def head_shard(self, name: str, config: Mapping[str, Any]) -> Shard:
+        """The layout of a dim that holds these heads and nothing else."""
+        count, dim = (_value(size, config) for size in self.heads[name])
+        return Shard(0, (Block(count * dim, dim),))
 
     def blocks(self, layout: str, size: int, config: Mapping[str, Any], world: int) -> tuple[Block, ...]:
         """The blocks of a dim of `size` elements that `layout` (`"heads+mlp"`, say) describes.
@@ -44,7 +65,7 @@ class TensorParallelPlan:
                 sizes.append(0)
                 units.append(0)
             elif name in self.heads:
-                count, dim = (config[key] for key in self.heads[name])
+                count, dim = (_value(size, config) for size in self.heads[name])
                 sizes.append(count * dim)
                 units.append(dim)
             else:
@@ -59,9 +80,14 @@ class TensorParallelPlan:
         return tuple(Block(size, unit) for size, unit in zip(sizes, units, strict=True))
 
 
-def at(prefix: str, rules: Mapping[str, str]) -> dict[str, str]:
-    """The rules of a building block, moved below `prefix`."""
-    return {f"{prefix}.{path}" if path else prefix: style for path, style in rules.items()}
+def _value(size: Size, config: Mapping[str, Any]) -> int:
+    return config[size] if isinstance(size, str) else size(config)
+
+
+def at(prefix: str, rules: Mapping[str, str], optional: bool = False) -> dict[str, str]:
+    """The rules of a building block, moved below `prefix`; `optional` where not every model of the class has it."""
+    moved = {f"{prefix}.{path}" if path else prefix: style for path, style in rules.items()}
+    return {f"{path.removesuffix('?')}?": style for path, style in moved.items()} if optional else moved
 
 
 def runs_through_nothing(model: nn.Module, rule: str) -> bool:

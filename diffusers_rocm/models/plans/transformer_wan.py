@@ -9,7 +9,7 @@ from .plan import TensorParallelPlan, at
 
 # q and k are normalised across all heads, before they are rotated.
 _ATTENTION = {
-    "": "heads",
+    "": "local:heads=heads",
     "to_q": "column:heads",
     "to_k": "column:heads",
     "to_v": "column:heads",

@@ -1,5 +1,7 @@
 """What a model's tests need to know of it; the mixins assert."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -10,6 +12,8 @@ class BaseModelTesterConfig:
     model_class: type[nn.Module]
     # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
     repeated_block_count: int
+    # Sharded parameters (patterns of their names) that cannot change the output, and why: a bias of keys, say.
+    without_effect: Mapping[str, str] = {}
     # Inputs that are activations: of the model's dtype, and what gradients are asked of.
     floating_inputs = ("hidden_states", "encoder_hidden_states", "pooled_projections", "controlnet_cond")
     device = "cpu"

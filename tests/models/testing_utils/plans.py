@@ -1,0 +1,133 @@
+"""The tests that every class with plans passes: each way of being parallel against one process, on real ranks."""
+
+import math
+from fnmatch import fnmatchcase
+
+import torch
+from parameterized import parameterized
+
+import diffusers_rocm
+from diffusers_rocm import ParallelConfig
+from diffusers_rocm.hooks.context_parallel import SequenceSplit
+from diffusers_rocm.hooks.tensor_parallel import resolve
+from diffusers_rocm.models.plans import get_tensor_parallel_plan
+
+from ...testing_utils import relative_l2, run_ranks, slow
+from .common import BaseModelTesterConfig
+from .parallelism import FLOAT32_BAR, _clone_state, _same_state
+
+
+# Name -> degrees, and the batch size. Sequences of the tiny inputs are odd, so no split of them is even.
+STRATEGIES: dict[str, tuple[dict[str, int], int]] = {
+    "TP 2": ({"tp": 2}, 2),
+    "Ulysses 2": ({"ulysses": 2}, 1),
+    "TP 3": ({"tp": 3}, 1),
+    "ring 2": ({"ring": 2}, 2),
+    "TP 2 x Ulysses 2": ({"ulysses": 2, "tp": 2}, 1),
+}
+FAST = ("TP 2", "Ulysses 2")
+
+
+@torch.no_grad()
+def parity_worker(config: BaseModelTesterConfig, degrees: dict[str, int], batch_size: int) -> dict:
+    model, inputs = config.get_model(), config.get_inputs(batch_size)
+    reference, state = config.get_output(model, inputs), _clone_state(model)
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    output = config.get_output(model, inputs)
+    splits = [hook._split for hook in model.parallelism.hooks if hasattr(hook, "_split")]
+    lengths = splits[0].lengths if splits else {}
+    model.disable_parallelism()
+    return {
+        "error": relative_l2(output, reference),
+        "lengths": lengths,
+        "restored": _same_state(model, state) and torch.equal(config.get_output(model, inputs), reference),
+        "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
+    }
+
+
+@torch.no_grad()
+def without_communication_worker(config: BaseModelTesterConfig) -> float:
+    """The error when each rank attends to its own tokens only: what a plan that misses an attention would give."""
+    model, inputs = config.get_model(), config.get_inputs(1)
+    reference = config.get_output(model, inputs)
+    model.enable_parallelism(config=ParallelConfig(ulysses=2))
+
+    def attend(self, q, k, v, mask=None, scale=None, is_causal=False, kernel=None):
+        self.reached = True
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with torch._C.DisableTorchFunction():
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2)
+
+    original, SequenceSplit.attend = SequenceSplit.attend, attend
+    try:
+        return relative_l2(config.get_output(model, inputs), reference)
+    finally:
+        SequenceSplit.attend = original
+
+
+class PlanTesterMixin:
+    """Add to a `BaseModelTesterConfig` of a class with plans."""
+
+    strategies = tuple(STRATEGIES)
+
+    @parameterized.expand([(name,) for name in FAST])
+    def test_parity(self, name):
+        self.check_parity(name)
+
+    @parameterized.expand([(name,) for name in STRATEGIES if name not in FAST])
+    @slow
+    def test_parity_of_more_ranks(self, name):
+        self.check_parity(name)
+
+    def check_parity(self, name: str) -> float:
+        """The worst error of any rank."""
+        degrees, batch_size = STRATEGIES[name]
+        results = run_ranks(math.prod(degrees.values()), parity_worker, self.config, degrees, batch_size)
+        for result in results:
+            assert result["error"] <= FLOAT32_BAR, result
+            assert result["restored"] and result["hooks"] == 0, result
+            if degrees.keys() & {"ring", "ulysses"}:
+                assert result["lengths"] and any(length % 2 for length in result["lengths"].values()), result
+        return max(result["error"] for result in results)
+
+    def test_parity_would_fail_without_communication(self):
+        for error in run_ranks(2, without_communication_worker, self.config):
+            assert error > 100 * FLOAT32_BAR, error
+
+    @torch.no_grad()
+    def test_every_shard_counts(self):
+        """Parity says nothing of a shard that these inputs do not depend on."""
+        model, inputs = self.config.get_model(), self.config.get_inputs(2)
+        reference = self.config.get_output(model, inputs)
+        idle = set()
+        for placement in resolve(model, get_tensor_parallel_plan(model), 2):
+            for name, shard in placement.shards.items():
+                parameter = getattr(placement.module, name)
+                kept = parameter.clone()
+                if shard.dim is None:
+                    parameter += 1
+                else:
+                    shard.put(parameter, shard.take(kept, 1, 2) + 1, 1, 2)
+                if relative_l2(self.config.get_output(model, inputs), reference) < 10 * FLOAT32_BAR:
+                    idle.add(f"{placement.path}.{name}")
+                parameter.copy_(kept)
+        expected = {path for path in idle if any(fnmatchcase(path, pattern) for pattern in self.without_effect)}
+        assert idle == expected, f"without effect on the output: {sorted(idle - expected)}"
+        unused = [pattern for pattern in self.without_effect if not any(fnmatchcase(path, pattern) for path in idle)]
+        assert not unused, f"said to be without effect, but are not: {unused}"
+
+    def test_plan_leaves_nothing_unexplained(self):
+        with torch.device("meta"):
+            tiny, real = self.model_class(**self.get_init_dict()), self.model_class()
+        report = diffusers_rocm.verify_plan(tiny, 2)
+        assert not report.unused_rules and not report.unsharded_linears, str(report)
+        report = diffusers_rocm.verify_plan(real, 2)
+        assert report.unexplained_bytes <= 0.01 * report.full_bytes, str(report)
+
+    @property
+    def config(self) -> BaseModelTesterConfig:
+        """The config without the test case around it, as ranks take it."""
+        return next(cls for cls in type(self).__mro__ if cls.__name__.endswith("TesterConfig"))()
