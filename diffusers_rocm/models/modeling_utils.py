@@ -85,11 +85,11 @@ def enable(
     axes = config.axes()
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
-        tp_plan = get_tensor_parallel_plan(model)
+        tp_plan = get_tensor_parallel_plan(type(model))
         placements = resolve(model, tp_plan, axes.tp.size)
         _check_heads(model, tp_plan, axes)
     if axes.context.size > 1:
-        plan = get_context_parallel_plan(model, cp_plan)
+        plan = get_context_parallel_plan(type(model), cp_plan)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
         if axes.ring.size > 1 and config.rotate_method == "p2p":
             for path, module in attention_modules(model, plan):
@@ -259,7 +259,7 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
         parallelism = getattr(self, "parallelism", None)
         if parallelism is not None and next(sharded_modules(self), None) is not None:
             tp = parallelism.axes.tp
-            shard_modules(resolve(self, get_tensor_parallel_plan(self), tp.size), tp)
+            shard_modules(resolve(self, get_tensor_parallel_plan(type(self)), tp.size), tp)
         return result
 
     return _load_ip_adapter_weights

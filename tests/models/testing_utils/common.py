@@ -36,7 +36,7 @@ class BaseModelTesterConfig:
                     parameter.normal_(1, 0.2)
                 else:
                     parameter.normal_(0, 0.3)
-        return model.to(self.device, dtype)
+        return model.to(self.device) if dtype == torch.float32 else model.to(self.device, dtype)
 
     def get_inputs(self, batch_size: int = 1) -> dict:
         inputs = self.get_dummy_inputs(batch_size)
