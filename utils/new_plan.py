@@ -22,9 +22,12 @@ from diffusers_rocm.models.plans import TENSOR_PARALLEL_PLANS, building_blocks  
 from diffusers_rocm.models.plans.plan import TensorParallelPlan, at  # noqa: E402
 
 
-def pattern(path: str) -> str:
-    """The path with `*` for each index, other than inside a Sequential that a building block knows (`to_out.0`)."""
-    return re.sub(r"(?<!to_out)(?<!net)\.\d+(?=\.|$)", ".*", path)
+def pattern(model: nn.Module, path: str) -> str:
+    """The path with `*` for what is in a list."""
+    parts = path.split(".")
+    lists = (nn.ModuleList, nn.ModuleDict)
+    within = [isinstance(model.get_submodule(".".join(parts[:depth])), lists) for depth in range(len(parts))]
+    return ".".join("*" if listed else part for part, listed in zip(parts, within, strict=True))
 
 
 def features(module: nn.Module, path: str) -> int | None:
@@ -86,12 +89,12 @@ def draft(model: nn.Module, count: str) -> dict[str, str]:
         if found is None and path and re.search(r"\.\d+\.", path):
             found = feed_forward(module)
         if found is not None:
-            rules |= at(pattern(path), found)
+            rules |= at(pattern(model, path), found)
             covered += tuple(f"{path}.{name.removesuffix('?')}" for name in found if name)
         elif isinstance(module, nn.Linear):
             modulates = re.search("norm|mod|ada", path) and module.out_features >= 2 * module.in_features
             share = module.weight.numel() / total
-            rules[pattern(path)] = "gather" if modulates else f"replicate:TODO, why ({share:.2%} of the weights)"
+            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO, why ({share:.2%} of the weights)"
     return rules
 
 
