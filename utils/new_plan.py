@@ -94,7 +94,7 @@ def draft(model: nn.Module, count: str) -> dict[str, str]:
         elif isinstance(module, nn.Linear):
             modulates = re.search("norm|mod|ada", path) and module.out_features >= 2 * module.in_features
             share = module.weight.numel() / total
-            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO, why ({share:.2%} of the weights)"
+            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO ({share:.2%} of the weights)"
     return rules
 
 

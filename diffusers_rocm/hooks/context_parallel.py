@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
-from ..models.attention_parallel import Layout, attention
+from ..models.attention_parallel import Layout, attention, attention_of_whole_queries
 from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
@@ -37,6 +37,7 @@ class SequenceSplit:
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
         self.keys_are_whole = False  # those of the attention that comes next
+        self.queries_are_whole = False  # the same of its queries
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model
@@ -121,6 +122,11 @@ class SequenceSplit:
             self.keys_are_whole = False
             out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)
             return out
+        if self.queries_are_whole:
+            if mask is not None or is_causal:
+                raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
+            layout = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses)
+            return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
@@ -308,6 +314,10 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         hooks += _must_reach(module, path, split)
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_makes_whole_keys(split)) for _, layer in layers]
+    for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
+        for _, layer in layers:
+            hooks += [layer.register_forward_pre_hook(_whole_queries(split, True))]
+            hooks += [layer.register_forward_hook(_whole_queries(split, False))]
     share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
     hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
     processors = {id(module.processor): module.processor for _, module in parallel}
@@ -318,7 +328,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.keys_are_whole = {}, False
+        split.lengths, split.keys_are_whole, split.queries_are_whole = {}, False, False
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -442,6 +452,13 @@ def _may_be_cached(module: nn.Module) -> bool:
 def _makes_whole_keys(split: SequenceSplit) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> None:
         split.keys_are_whole = True
+
+    return hook
+
+
+def _whole_queries(split: SequenceSplit, are: bool) -> Callable:
+    def hook(*_) -> None:
+        split.queries_are_whole = are
 
     return hook
 

@@ -33,6 +33,7 @@ class ContextParallelPlan:
             cross-attention): they are left alone.
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
             to split ones too: the attention that follows them is local.
+        whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
 
@@ -45,6 +46,7 @@ class ContextParallelPlan:
     main: str = "hidden_states"
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
+    whole_queries: tuple[str, ...] = ()
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
 

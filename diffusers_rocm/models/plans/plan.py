@@ -9,8 +9,8 @@ from torch import nn
 from ...distributed.sharding import Block, Shard, granule
 
 
-# A number that a model's config holds under this key, or from which it follows.
-Size = str | Callable[[Mapping[str, Any]], int]
+# A number, or the key of a model's config that holds it, or how it follows from the config.
+Size = int | str | Callable[[Mapping[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class TensorParallelPlan:
         rules: path -> style. In a path `*` stands for one component (an index), and a trailing `?` marks a rule whose
             module need not exist (fused projections). Styles are those of `hooks.tensor_parallel.STYLES`, each with
             an argument after a colon where it takes one: `"column:heads"`, `"row:heads+mlp"`.
-        heads: block name -> (number of heads, elements per head), each as a key of the model's config or a function of
-            it. Where several query heads share a key and a value, the queries are dealt in such groups. The remaining
-            elements of a dim belong to its `mlp` blocks.
+        heads: block name -> (number of heads, elements per head): each a number, a key of the model's config, or a
+            function of it. Where several query heads share a key and a value, the queries are dealt in such groups.
+            The remaining elements of a dim belong to its `mlp` blocks.
         embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
     """
 
@@ -81,6 +81,8 @@ class TensorParallelPlan:
 
 
 def _value(size: Size, config: Mapping[str, Any]) -> int:
+    if isinstance(size, int):
+        return size
     return config[size] if isinstance(size, str) else size(config)
 
 

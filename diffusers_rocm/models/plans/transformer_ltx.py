@@ -11,7 +11,7 @@ _ATTENTION = {**ATTENTION, **ATTENTION_OUT, "norm_q?": "norm:heads", "norm_k?": 
 TENSOR_PARALLEL_PLANS = {
     "LTXVideoTransformer3DModel": TensorParallelPlan(
         {
-            "rope": "output:-1=heads",
+            "rope": "output:heads",
             **at("transformer_blocks.*.attn1", _ATTENTION),
             **at("transformer_blocks.*.attn2", _ATTENTION),
             **at("transformer_blocks.*.ff", FEED_FORWARD),

@@ -7,6 +7,4 @@ WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 # Also where diffusers has a plan that cannot be used.
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
-    "LTX2VideoTransformer3DModel": "diffusers' plan splits the text, to which audio attends too "
-    "(huggingface/diffusers#14316)",
 }
