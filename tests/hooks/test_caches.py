@@ -113,7 +113,7 @@ def parity_worker(name: str, cache: str, meshes: list[dict], prompts: int = 1) -
         outputs = [latents(pipe, arguments, steps=STEPS)]
         together.clear()  # in the first step of the first run all ranks make both branches
         outputs.append(latents(pipe, arguments, steps=STEPS))
-        turns = axes.cfg.size > 1 and prompts == 1 and not PIPELINES[name].stacked
+        turns = axes.cfg.size > 1 and prompts == 1 and PIPELINES[name].guidance == "two calls"
         expected = alone[axes.cfg.rank :: axes.cfg.size] if turns else list(alone)
         results.append({"mesh": str(axes), "cache_first": cache_first, "expected": expected, "computed": [*together]})
         pipe.transformer.disable_parallelism()
