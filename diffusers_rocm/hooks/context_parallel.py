@@ -20,7 +20,7 @@ from ..distributed.collectives import copy_to_axis, gather_from_axis, share_grad
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention, attention_of_whole_queries
-from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
+from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingPart, LeadingTokens, ModulePlan
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
 
@@ -54,6 +54,10 @@ class SequenceSplit:
             raise ValueError(
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
             )
+        rest = []
+        if isinstance(how, LeadingPart):
+            length = self.lengths[self.plan.main]
+            x, *rest = x.split([length, x.shape[how.split_dim] - length], how.split_dim)
         length = x.shape[how.split_dim]
         if length == 1 and not stream:
             return x
@@ -62,7 +66,8 @@ class SequenceSplit:
                 f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree "
                 f"of at most {length}"
             )
-        return Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+        part = Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+        return torch.cat([part, *rest], how.split_dim) if rest else part
 
     def leading(self, count: int) -> int:
         """How many of the first `count` tokens of the main stream this rank holds."""

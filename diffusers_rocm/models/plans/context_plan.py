@@ -10,6 +10,11 @@ class LeadingTokens:
     """An argument that counts the main stream's first tokens, which the model treats apart."""
 
 
+@dataclass(frozen=True)
+class LeadingPart(ContextParallelInput):
+    """Something for all streams, of which the main one, its first tokens, is whole; the rest is split already."""
+
+
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
 InputPlan = ContextParallelInput | LeadingTokens | Sequence[ContextParallelInput | None]
@@ -86,6 +91,11 @@ def _name(key: str | int | None) -> str | int | None:
 def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
     """Split a tensor of `dims` dims along `dim`."""
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
+
+
+def split_leading(dim: int, dims: int) -> LeadingPart:
+    """Split what a tensor of `dims` dims holds along `dim` for the main stream, its first tokens; the rest is split."""
+    return LeadingPart(split_dim=dim, expected_dims=dims)
 
 
 def gather(dim: int = 1, dims: int = 3) -> ContextParallelOutput:
