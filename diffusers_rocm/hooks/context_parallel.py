@@ -100,6 +100,15 @@ class SequenceSplit:
             f"of the sequences {self.lengths}; attention to keys that are not split belongs in the plan's `whole`"
         )
 
+    def _around_queries(self, queries: int, keys: int) -> tuple[int, int] | None:
+        """Where the main stream alone asks, and all streams answer: how many tokens here are before and after it."""
+        streams = [stream for stream in self.plan.streams if stream in self.lengths]
+        held = [Layout((self.lengths[each],), self.ring, self.ulysses).length(self.cp.rank) for each in streams]
+        at = streams.index(self.plan.main) if self.plan.main in streams else len(streams)
+        if queries == keys or held[at : at + 1] != [queries] or sum(held) != keys:
+            return None
+        return sum(held[:at]), sum(held[at + 1 :])
+
     def attend(
         self,
         q: Tensor,
@@ -132,6 +141,9 @@ class SequenceSplit:
                 raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
             layout = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses)
             return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
+        if around := self._around_queries(q.shape[1], k.shape[1]):
+            every = F.pad(q, (0, 0, 0, 0, *around))
+            return self.attend(every, k, v, mask, scale, is_causal, kernel).narrow(1, around[0], q.shape[1])
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
