@@ -94,7 +94,7 @@ def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
 
 
 def split_leading(dim: int, dims: int) -> LeadingPart:
-    """Split what a tensor of `dims` dims holds along `dim` for the main stream, its first tokens; the rest is split."""
+    """Split what a tensor of `dims` dims holds along `dim` for the main stream: its first tokens, the only ones whole."""
     return LeadingPart(split_dim=dim, expected_dims=dims)
 
 

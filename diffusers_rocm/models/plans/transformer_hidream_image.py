@@ -39,7 +39,9 @@ _BLOCK = {
 TENSOR_PARALLEL_PLANS = {
     "HiDreamImageTransformer2DModel": TensorParallelPlan(
         {
-            **at("double_stream_blocks.*.block", {**_BLOCK, **at("attn1", _TEXT_ATTENTION), **at("ff_t", _FEED_FORWARD)}),
+            **at(
+                "double_stream_blocks.*.block", {**_BLOCK, **at("attn1", _TEXT_ATTENTION), **at("ff_t", _FEED_FORWARD)}
+            ),
             **at("single_stream_blocks.*.block", _BLOCK),
             "caption_projection.*.linear": "gather",
             "final_layer.adaLN_modulation.1": "gather",
@@ -51,7 +53,7 @@ TENSOR_PARALLEL_PLANS = {
     )
 }
 
-# diffusers has none. To every block goes the same text, and that of one more layer of Llama: [image | T5, Llama | Llama].
+# diffusers has none. Every block takes the text, and with it one more layer of Llama: [image | T5, Llama | Llama].
 # All text has the same position, and where its ids are made it is split already.
 _IMAGE_IS_WHOLE = {"hidden_states_masks": split_leading(1, 2)}
 
