@@ -20,7 +20,16 @@ from ..distributed.collectives import copy_to_axis, gather_from_axis, share_grad
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention, attention_of_whole_queries
-from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
+from ..models.plans.context_plan import (
+    ContextParallelPlan,
+    Gather,
+    InputPlan,
+    KeyMask,
+    LeadingPart,
+    LeadingTokens,
+    ModulePlan,
+    TrailingTokens,
+)
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
 
@@ -38,6 +47,8 @@ class SequenceSplit:
         self.reached = False  # by the attention module that runs
         self.keys_are_whole = False  # those of the attention that comes next
         self.queries_are_whole = False  # the same of its queries
+        self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
+        self._masked_items = 0  # of the batch, for which attention has taken it
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model
@@ -54,6 +65,10 @@ class SequenceSplit:
             raise ValueError(
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
             )
+        rest = []
+        if isinstance(how, LeadingPart):
+            length = self.lengths[self.plan.main]
+            x, *rest = x.split([length, x.shape[how.split_dim] - length], how.split_dim)
         length = x.shape[how.split_dim]
         if length == 1 and not stream:
             return x
@@ -62,20 +77,42 @@ class SequenceSplit:
                 f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree "
                 f"of at most {length}"
             )
-        return Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+        part = Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+        return torch.cat([part, *rest], how.split_dim) if rest else part
 
     def leading(self, count: int) -> int:
         """How many of the first `count` tokens of the main stream this rank holds."""
         ((start, stop),) = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses).runs(self.cp.rank)
         return min(max(count - start, 0), stop - start)
 
+    def trailing(self, count: int) -> int:
+        """How many of the last `count` tokens of the main stream this rank holds."""
+        total = self.lengths[self.plan.main]
+        return self.leading(total) - self.leading(total - count)
+
+    def mask_keys(self, mask: Tensor, stream: str) -> Tensor:
+        """Have attention mask the keys of this stream, until the next such mask; returns one that masks nothing."""
+        at = self.plan.streams.index(stream)
+        before, after = (
+            sum(self.lengths[each] for each in side) for side in (self.plan.streams[:at], self.plan.streams[at + 1 :])
+        )
+        self.key_mask, self._masked_items = F.pad(mask.bool(), (before, after), value=True), 0
+        return torch.ones_like(self.split(mask, ContextParallelInput(1, 2), f"the mask of {stream}", stream=True))
+
+    def _next_mask(self, batch: int) -> Tensor:
+        """For all items, or for those that come next where a processor goes through the batch."""
+        start = self._masked_items % len(self.key_mask)
+        self._masked_items = start + batch
+        return self.key_mask[start : start + batch]
+
     def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
         """`x` of all ranks, along `how.gather_dim`."""
-        length = self.lengths.get(self.plan.main)
+        stream = getattr(how, "stream", None) or self.plan.main
+        length = self.lengths.get(stream)
         sizes = Layout((length,), self.ring, self.ulysses).lengths() if length is not None else ()
         if not sizes or x.shape[how.gather_dim] != sizes[self.cp.rank]:
             raise ValueError(
-                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {self.plan.main} "
+                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {stream} "
                 f"({length} tokens over {self.cp.size} ranks); the plan does not fit the model"
             )
         return copy_to_axis(gather_from_axis(x, sizes, self.cp, how.gather_dim), self.cp)
@@ -94,6 +131,15 @@ class SequenceSplit:
             f"{self.name}: attention of {queries} queries to {keys} keys, but rank {self.cp.rank} holds {held} tokens "
             f"of the sequences {self.lengths}; attention to keys that are not split belongs in the plan's `whole`"
         )
+
+    def _around_queries(self, queries: int, keys: int) -> tuple[int, int] | None:
+        """Where the main stream alone asks, and all streams answer: how many tokens here are before and after it."""
+        streams = [stream for stream in self.plan.streams if stream in self.lengths]
+        held = [Layout((self.lengths[each],), self.ring, self.ulysses).length(self.cp.rank) for each in streams]
+        at = streams.index(self.plan.main) if self.plan.main in streams else len(streams)
+        if queries == keys or held[at : at + 1] != [queries] or sum(held) != keys:
+            return None
+        return sum(held[:at]), sum(held[at + 1 :])
 
     def attend(
         self,
@@ -127,6 +173,11 @@ class SequenceSplit:
                 raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
             layout = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses)
             return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
+        if around := self._around_queries(q.shape[1], k.shape[1]):
+            every = F.pad(q, (0, 0, 0, 0, *around))
+            return self.attend(every, k, v, mask, scale, is_causal, kernel).narrow(1, around[0], q.shape[1])
+        if self.key_mask is not None:
+            mask = self._next_mask(q.shape[0])
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
@@ -328,7 +379,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.keys_are_whole, split.queries_are_whole = {}, False, False
+        split.lengths, split.keys_are_whole, split.queries_are_whole, split.key_mask = {}, False, False, None
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -410,8 +461,15 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             if where is values and index >= len(values) or where[index] is None:
                 continue
             value = where[index]
-            if isinstance(how, LeadingTokens):
-                where[index] = split.leading(value)
+            if isinstance(how, (LeadingTokens, TrailingTokens)):
+                count = split.leading if isinstance(how, LeadingTokens) else split.trailing
+                where[index] = count(value)
+                continue
+            if isinstance(how, KeyMask):
+                where[index] = split.mask_keys(value, how.stream)
+                continue
+            if isinstance(how, Gather):
+                where[index] = split.gather(value, how, f"{path}'s {key}")
                 continue
             if key in split.plan.streams:
                 split.lengths[key] = value.shape[how.split_dim]
