@@ -20,7 +20,15 @@ from ..distributed.collectives import copy_to_axis, gather_from_axis, share_grad
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
-from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
+from ..models.plans.context_plan import (
+    ContextParallelPlan,
+    Gather,
+    InputPlan,
+    KeyMask,
+    LeadingTokens,
+    ModulePlan,
+    TrailingTokens,
+)
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
 
@@ -37,6 +45,8 @@ class SequenceSplit:
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
         self.keys_are_whole = False  # those of the attention that comes next
+        self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
+        self._masked_items = 0  # of the batch, for which attention has taken it
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model
@@ -68,13 +78,34 @@ class SequenceSplit:
         ((start, stop),) = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses).runs(self.cp.rank)
         return min(max(count - start, 0), stop - start)
 
+    def trailing(self, count: int) -> int:
+        """How many of the last `count` tokens of the main stream this rank holds."""
+        total = self.lengths[self.plan.main]
+        return self.leading(total) - self.leading(total - count)
+
+    def mask_keys(self, mask: Tensor, stream: str) -> Tensor:
+        """Have attention mask the keys of this stream, until the next such mask; returns one that masks nothing."""
+        at = self.plan.streams.index(stream)
+        before, after = (
+            sum(self.lengths[each] for each in side) for side in (self.plan.streams[:at], self.plan.streams[at + 1 :])
+        )
+        self.key_mask, self._masked_items = F.pad(mask.bool(), (before, after), value=True), 0
+        return torch.ones_like(self.split(mask, ContextParallelInput(1, 2), f"the mask of {stream}", stream=True))
+
+    def _next_mask(self, batch: int) -> Tensor:
+        """For all items, or for those that come next where a processor goes through the batch."""
+        start = self._masked_items % len(self.key_mask)
+        self._masked_items = start + batch
+        return self.key_mask[start : start + batch]
+
     def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
         """`x` of all ranks, along `how.gather_dim`."""
-        length = self.lengths.get(self.plan.main)
+        stream = getattr(how, "stream", None) or self.plan.main
+        length = self.lengths.get(stream)
         sizes = Layout((length,), self.ring, self.ulysses).lengths() if length is not None else ()
         if not sizes or x.shape[how.gather_dim] != sizes[self.cp.rank]:
             raise ValueError(
-                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {self.plan.main} "
+                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {stream} "
                 f"({length} tokens over {self.cp.size} ranks); the plan does not fit the model"
             )
         return copy_to_axis(gather_from_axis(x, sizes, self.cp, how.gather_dim), self.cp)
@@ -121,6 +152,8 @@ class SequenceSplit:
             self.keys_are_whole = False
             out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)
             return out
+        if self.key_mask is not None:
+            mask = self._next_mask(q.shape[0])
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
@@ -318,7 +351,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.keys_are_whole = {}, False
+        split.lengths, split.keys_are_whole, split.key_mask = {}, False, None
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -400,8 +433,15 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             if where is values and index >= len(values) or where[index] is None:
                 continue
             value = where[index]
-            if isinstance(how, LeadingTokens):
-                where[index] = split.leading(value)
+            if isinstance(how, (LeadingTokens, TrailingTokens)):
+                count = split.leading if isinstance(how, LeadingTokens) else split.trailing
+                where[index] = count(value)
+                continue
+            if isinstance(how, KeyMask):
+                where[index] = split.mask_keys(value, how.stream)
+                continue
+            if isinstance(how, Gather):
+                where[index] = split.gather(value, how, f"{path}'s {key}")
                 continue
             if key in split.plan.streams:
                 split.lengths[key] = value.shape[how.split_dim]

@@ -10,9 +10,33 @@ class LeadingTokens:
     """An argument that counts the main stream's first tokens, which the model treats apart."""
 
 
+class TrailingTokens:
+    """An argument that counts the main stream's last tokens."""
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """An argument [B, S] that says which tokens of a stream are keys, of which a processor makes masks by itself.
+
+    It gets one for this rank's tokens in which all are; the mask of its attention is made from the true one. A
+    processor that goes through the batch takes its items in order.
+    """
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Gather(ContextParallelOutput):
+    """Of a stream of tokens: of `main` if None."""
+
+    stream: str | None = None
+
+
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
-InputPlan = ContextParallelInput | LeadingTokens | Sequence[ContextParallelInput | None]
+InputPlan = (
+    ContextParallelInput | LeadingTokens | TrailingTokens | KeyMask | Gather | Sequence[ContextParallelInput | None]
+)
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
 
@@ -24,8 +48,9 @@ class ContextParallelPlan:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
-            list in the plan says. Hooks run in the order of the rules. A trailing `?` marks a path or an argument that
-            a model of the class may lack.
+            list in the plan says. An argument that is split already may be gathered. Hooks run in the order of the
+            rules. A trailing `?` marks a path or an argument that a model of the class may lack; the index -1 is the
+            last of a list.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
@@ -72,7 +97,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, LeadingTokens):
+        if isinstance(how, (LeadingTokens, TrailingTokens, KeyMask, Gather)):
             return isinstance(key, str)
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
@@ -86,6 +111,6 @@ def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 
-def gather(dim: int = 1, dims: int = 3) -> ContextParallelOutput:
-    """Gather an output of `dims` dims along `dim`."""
-    return ContextParallelOutput(gather_dim=dim, expected_dims=dims)
+def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
+    """Gather an output, or an argument, of `dims` dims along `dim`; it holds tokens of the main stream if not given."""
+    return Gather(gather_dim=dim, expected_dims=dims, stream=stream)

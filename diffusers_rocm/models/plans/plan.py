@@ -101,10 +101,13 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
 
 
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order."""
+    """`(rule, style, [(path, module), ...])` for every rule, in order. The index -1 is the last of a list."""
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]
     for rule, style in rules.items():
-        pattern = rule.removesuffix("?").split(".")
+        parent, last, rest = rule.removesuffix("?").partition(".-1")
+        if last:
+            parent = f"{parent}.{len(model.get_submodule(parent)) - 1}{rest}"
+        pattern = parent.split(".")
         found = [
             (path, module)
             for path, parts, module in modules
