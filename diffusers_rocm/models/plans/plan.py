@@ -24,14 +24,18 @@ class TensorParallelPlan:
         heads: block name -> (number of heads, elements per head), each as a key of the model's config or a function of
             it. Where several query heads share a key and a value, the queries are dealt in such groups. The remaining
             elements of a dim belong to its `mlp` blocks.
-        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
+        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears, or a
+            function of the config that gives it; None where there is none, and each Linear gathers its own output.
     """
 
     rules: Mapping[str, str]
     heads: Mapping[str, tuple[Size, Size]] = field(
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
-    embedding: str | None = None
+    embedding: str | Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def embedding_path(self, config: Mapping[str, Any]) -> str | None:
+        return self.embedding(config) if callable(self.embedding) else self.embedding
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         return {name: _value(count, config) for name, (count, _) in self.heads.items()}
