@@ -105,10 +105,13 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
 
 
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order."""
+    """`(rule, style, [(path, module), ...])` for every rule, in order; `-1` in a path is the last member of a list."""
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]
     for rule, style in rules.items():
         pattern = rule.removesuffix("?").split(".")
+        if "-1" in pattern:
+            last = pattern.index("-1")
+            pattern[last] = str(len(model.get_submodule(".".join(pattern[:last]))) - 1)
         found = [
             (path, module)
             for path, parts, module in modules
