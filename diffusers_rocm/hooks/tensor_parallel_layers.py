@@ -78,12 +78,16 @@ class GatheredColumnLinear(nn.Linear):
 
 
 class ModulationLinear(GatheredColumnLinear):
-    """One of many Linears with the same input, computed together beforehand (`hooks.modulation`); else by itself."""
+    """One of many Linears with the same input, computed together beforehand (`hooks.modulation`); else by itself.
+
+    By itself too where it is asked for some of the rows alone.
+    """
 
     ready: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.ready is None else self.ready
+        ready = self.ready
+        return super().forward(x) if ready is None or len(ready) != len(x) else ready
 
 
 @functools.cache

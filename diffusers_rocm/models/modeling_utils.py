@@ -105,8 +105,9 @@ def enable(
     _ever_parallel.add(model)
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
-        if any(placement.style == "modulation" for placement in placements):
-            hooks.append(StepModulation(model, model.get_submodule(tp_plan.embedding)))
+        embedding = tp_plan.embedding_path(model.config)
+        if embedding is not None and any(placement.style == "modulation" for placement in placements):
+            hooks.append(StepModulation(model, model.get_submodule(embedding)))
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 

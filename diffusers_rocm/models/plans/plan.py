@@ -24,14 +24,18 @@ class TensorParallelPlan:
         heads: block name -> (number of heads, elements per head): each a number, a key of the model's config, or a
             function of it. Where several query heads share a key and a value, the queries are dealt in such groups.
             The remaining elements of a dim belong to its `mlp` blocks.
-        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
+        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears, or a
+            function of the config that gives it; None where there is none, and each Linear gathers its own output.
     """
 
     rules: Mapping[str, str]
     heads: Mapping[str, tuple[Size, Size]] = field(
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
-    embedding: str | None = None
+    embedding: str | Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def embedding_path(self, config: Mapping[str, Any]) -> str | None:
+        return self.embedding(config) if callable(self.embedding) else self.embedding
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         return {name: _value(count, config) for name, (count, _) in self.heads.items()}
@@ -103,13 +107,13 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
 
 
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order. The index -1 is the last of a list."""
+    """`(rule, style, [(path, module), ...])` for every rule, in order; `-1` in a path is the last member of a list."""
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]
     for rule, style in rules.items():
-        parent, last, rest = rule.removesuffix("?").partition(".-1")
-        if last:
-            parent = f"{parent}.{len(model.get_submodule(parent)) - 1}{rest}"
-        pattern = parent.split(".")
+        pattern = rule.removesuffix("?").split(".")
+        if "-1" in pattern:
+            last = pattern.index("-1")
+            pattern[last] = str(len(model.get_submodule(".".join(pattern[:last]))) - 1)
         found = [
             (path, module)
             for path, parts, module in modules
