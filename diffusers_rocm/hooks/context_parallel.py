@@ -20,7 +20,7 @@ from ..distributed.collectives import copy_to_axis, gather_from_axis, share_grad
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
-from ..models.plans.context_plan import ContextParallelPlan, InputPlan, LeadingTokens, ModulePlan
+from ..models.plans.context_plan import ContextParallelPlan, GatheredInput, InputPlan, LeadingTokens, ModulePlan
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
 
@@ -402,6 +402,9 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             value = where[index]
             if isinstance(how, LeadingTokens):
                 where[index] = split.leading(value)
+                continue
+            if isinstance(how, GatheredInput):
+                where[index] = split.gather(value, how, f"{path}'s {key}")
                 continue
             if key in split.plan.streams:
                 split.lengths[key] = value.shape[how.split_dim]

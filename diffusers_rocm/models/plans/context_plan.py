@@ -10,9 +10,13 @@ class LeadingTokens:
     """An argument that counts the main stream's first tokens, which the model treats apart."""
 
 
+class GatheredInput(ContextParallelOutput):
+    """An argument that its module takes whole, such as one that does not split where the sequence was split."""
+
+
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
-InputPlan = ContextParallelInput | LeadingTokens | Sequence[ContextParallelInput | None]
+InputPlan = ContextParallelInput | GatheredInput | LeadingTokens | Sequence[ContextParallelInput | None]
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
 
@@ -72,7 +76,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, LeadingTokens):
+        if isinstance(how, (LeadingTokens, GatheredInput)):
             return isinstance(key, str)
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
