@@ -28,22 +28,24 @@ _IMAGE_ATTENTION = {
     "to_added_kv?": "column:heads+heads",
 }
 
-TENSOR_PARALLEL_PLANS = {
-    "WanTransformer3DModel": TensorParallelPlan(
-        {
-            **at("blocks.*.attn1", _ATTENTION),
-            **at("blocks.*.attn2", {**_ATTENTION, **_IMAGE_ATTENTION}),
-            **at("blocks.*.ffn", FEED_FORWARD),
-            "condition_embedder": "replicate:under 2% of the weights; its output is whole, for each token in 5B",
-            "patch_embedding": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
-        }
-    )
+WAN_BLOCK = {
+    **at("attn1", _ATTENTION),
+    **at("attn2", {**_ATTENTION, **_IMAGE_ATTENTION}),
+    **at("ffn", FEED_FORWARD),
 }
 
+WAN = {
+    **at("blocks.*", WAN_BLOCK),
+    "condition_embedder": "replicate:under 2% of the weights; its output is whole, for each token in 5B",
+    "patch_embedding": "replicate:few input channels; every rank needs the output",
+    "proj_out": "replicate:few output channels",
+}
+
+TENSOR_PARALLEL_PLANS = {"WanTransformer3DModel": TensorParallelPlan(WAN)}
+
 # diffusers' own plan. Text and image conditions stay whole, and attention to them (attn2) needs no communication.
+WAN_SPLIT = WanTransformer3DModel._cp_plan
+
 CONTEXT_PARALLEL_PLANS = {
-    "WanTransformer3DModel": ContextParallelPlan(
-        WanTransformer3DModel._cp_plan, streams=("hidden_states",), whole=("blocks.*.attn2",)
-    )
+    "WanTransformer3DModel": ContextParallelPlan(WAN_SPLIT, streams=("hidden_states",), whole=("blocks.*.attn2",))
 }

@@ -1,0 +1,15 @@
+"""ChronoEdit."""
+
+from .context_plan import ContextParallelPlan
+from .plan import TensorParallelPlan
+from .transformer_wan import WAN, WAN_SPLIT
+
+
+TENSOR_PARALLEL_PLANS = {"ChronoEditTransformer3DModel": TensorParallelPlan(WAN)}
+
+# diffusers' own, and a timestep for each token, which its plan leaves whole.
+CONTEXT_PARALLEL_PLANS = {
+    "ChronoEditTransformer3DModel": ContextParallelPlan(
+        WAN_SPLIT, streams=("hidden_states",), whole=("blocks.*.attn2",)
+    )
+}

@@ -1,0 +1,31 @@
+"""SkyReels V2: text and image to video, and diffusion forcing (a timestep for each frame)."""
+
+from .building_blocks import FEED_FORWARD
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+from .transformer_wan import WAN, WAN_SPLIT
+
+
+TENSOR_PARALLEL_PLANS = {
+    "SkyReelsV2Transformer3DModel": TensorParallelPlan(
+        {
+            **WAN,
+            **at("fps_projection", FEED_FORWARD, optional=True),
+            "fps_embedding?": "replicate:two rows",
+        }
+    )
+}
+
+# diffusers has none. Diffusion forcing modulates what norm_out gives for each token: it is gathered before that.
+CONTEXT_PARALLEL_PLANS = {
+    "SkyReelsV2Transformer3DModel": ContextParallelPlan(
+        {
+            "rope": WAN_SPLIT["rope"],
+            "blocks.0": WAN_SPLIT["blocks.0"],
+            "blocks.*": {"temb": split(2, 4)},
+            "norm_out": gather(),
+        },
+        streams=("hidden_states",),
+        whole=("blocks.*.attn2",),
+    )
+}
