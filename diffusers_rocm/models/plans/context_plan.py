@@ -124,5 +124,5 @@ def split_leading(dim: int, dims: int) -> LeadingPart:
 
 
 def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
-    """Gather an output, or an argument, of `dims` dims along `dim`; it holds tokens of the main stream if not given."""
+    """Gather an output, or an argument, of `dims` dims along `dim`: tokens of `stream`, or of the main one."""
     return Gather(gather_dim=dim, expected_dims=dims, stream=stream)
