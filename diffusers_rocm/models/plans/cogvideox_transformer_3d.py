@@ -12,7 +12,7 @@ COGVIDEOX = {
     "transformer_blocks.*.norm1.linear": "gather",
     "transformer_blocks.*.norm2.linear": "gather",
     "norm_out.linear": "gather",
-    "patch_embed": "replicate:few input channels, and a small Linear for the text; every rank needs the output",
+    "patch_embed": "replicate:few input channels, a small Linear for the text, positions; every rank needs the output",
     "time_embedding": "replicate:one row a step; every rank needs the output",
     "ofs_embedding?": "replicate:one row a step; every rank needs the output",
     "proj_out": "replicate:few output channels",

@@ -1,7 +1,7 @@
 """Motif-Video."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT
-from .context_plan import ContextParallelPlan, gather, split
+from .context_plan import ContextParallelPlan, SplitAlready, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_hunyuan_video import DOUBLE_BLOCK, SINGLE_BLOCK
 
@@ -42,6 +42,11 @@ CONTEXT_PARALLEL_PLANS = {
             "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
             "transformer_blocks.*.cross_attn?": _TEXT,
             "single_transformer_blocks.*.cross_attn?": _TEXT,
+            # The decoder starts from the latents again, joined with what the encoder made of them.
+            "single_transformer_blocks.-num_decoder_layers?": {
+                "hidden_states": split(1, 3),
+                "encoder_hidden_states": SplitAlready("hidden_states"),
+            },
             "proj_out": gather(),
         },
         streams=("hidden_states", "encoder_hidden_states"),

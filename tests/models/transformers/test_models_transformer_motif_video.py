@@ -57,6 +57,13 @@ class MotifVideoImageToVideoTransformerTesterConfig(MotifVideoTransformerTesterC
         return {**super().get_dummy_inputs(batch_size), "image_embeds": randn(batch_size, 4, 12, seed=3)}
 
 
+class MotifVideoDecoderTransformerTesterConfig(MotifVideoImageToVideoTransformerTesterConfig):
+    """The last blocks decode from the latents, joined with what the others made of them."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "num_single_layers": 4, "num_decoder_layers": 2}
+
+
 class TestMotifVideoTransformer(MotifVideoTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
@@ -64,4 +71,8 @@ class TestMotifVideoTransformer(MotifVideoTransformerTesterConfig, PlanTesterMix
 class TestMotifVideoImageToVideoTransformer(
     MotifVideoImageToVideoTransformerTesterConfig, PlanTesterMixin, unittest.TestCase
 ):
+    pass
+
+
+class TestMotifVideoDecoderTransformer(MotifVideoDecoderTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
