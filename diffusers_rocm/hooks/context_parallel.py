@@ -28,6 +28,7 @@ from ..models.plans.context_plan import (
     LeadingPart,
     LeadingTokens,
     ModulePlan,
+    SplitAlready,
     TrailingTokens,
 )
 from ..models.plans.plan import match
@@ -464,6 +465,9 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             if isinstance(how, (LeadingTokens, TrailingTokens)):
                 count = split.leading if isinstance(how, LeadingTokens) else split.trailing
                 where[index] = count(value)
+                continue
+            if isinstance(how, SplitAlready):
+                split.lengths[key] = split.lengths[how.stream]
                 continue
             if isinstance(how, KeyMask):
                 where[index] = split.mask_keys(value, how.stream)

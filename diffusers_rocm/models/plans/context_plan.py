@@ -20,6 +20,13 @@ class TrailingTokens:
 
 
 @dataclass(frozen=True)
+class SplitAlready:
+    """A stream of tokens that is split, and has become as long as another stream."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
 class KeyMask:
     """An argument [B, S] that says which tokens of a stream are keys, of which a processor makes masks by itself.
 
@@ -40,7 +47,13 @@ class Gather(ContextParallelOutput):
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
 InputPlan = (
-    ContextParallelInput | LeadingTokens | TrailingTokens | KeyMask | Gather | Sequence[ContextParallelInput | None]
+    ContextParallelInput
+    | LeadingTokens
+    | TrailingTokens
+    | SplitAlready
+    | KeyMask
+    | Gather
+    | Sequence[ContextParallelInput | None]
 )
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
@@ -53,9 +66,9 @@ class ContextParallelPlan:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
-            list in the plan says. An argument that is split already may be gathered. Hooks run in the order of the
-            rules. A trailing `?` marks a path or an argument that a model of the class may lack; the index -1 is the
-            last of a list.
+            list in the plan says. An argument that is split already is gathered where its stream is named. Hooks run
+            in the order of the rules. A trailing `?` marks a path or an argument that a model of the class may lack.
+            An index may count from a list's end: -1, or -KEY for a number in the model's config.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
@@ -104,8 +117,10 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (LeadingTokens, TrailingTokens, KeyMask, Gather)):
+        if isinstance(how, (LeadingTokens, TrailingTokens, SplitAlready, KeyMask)):
             return isinstance(key, str)
+        if isinstance(how, Gather):
+            return isinstance(key, str) and how.stream is not None
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
 
@@ -124,5 +139,5 @@ def split_leading(dim: int, dims: int) -> LeadingPart:
 
 
 def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
-    """Gather an output, or an argument, of `dims` dims along `dim`: tokens of `stream`, or of the main one."""
+    """Gather an output, or an argument, of `dims` dims along `dim`: of `main`, or of another stream of tokens."""
     return Gather(gather_dim=dim, expected_dims=dims, stream=stream)

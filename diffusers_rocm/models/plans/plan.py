@@ -107,13 +107,17 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
 
 
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order; `-1` in a path is the last member of a list."""
+    """`(rule, style, [(path, module), ...])` for every rule, in order.
+
+    An index in a rule may count from a list's end: -1, or -KEY for a number in the model's config.
+    """
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]
     for rule, style in rules.items():
         pattern = rule.removesuffix("?").split(".")
-        if "-1" in pattern:
-            last = pattern.index("-1")
-            pattern[last] = str(len(model.get_submodule(".".join(pattern[:last]))) - 1)
+        for index, part in enumerate(pattern):
+            if part.startswith("-"):
+                back = int(part[1:]) if part[1:].isdigit() else model.config[part[1:]]
+                pattern[index] = str(len(model.get_submodule(".".join(pattern[:index]))) - back)
         found = [
             (path, module)
             for path, parts, module in modules
