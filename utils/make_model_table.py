@@ -69,7 +69,7 @@ def digest(name: str) -> str:
     if plan := TENSOR_PARALLEL_PLANS.get(name):
         config = default_model(name).config
         blocks = {block: plan.head_shard(block, config) for block in plan.heads}
-        said += [dict(plan.rules), blocks, plan.embedding]
+        said += [dict(plan.rules), blocks, plan.embedding_path(config)]
     if plan := CONTEXT_PARALLEL_PLANS.get(name):
         said.append(plan)
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
