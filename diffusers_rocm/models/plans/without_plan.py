@@ -7,4 +7,6 @@ WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 # Also where diffusers has a plan that cannot be used.
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
+    "QwenImage21Transformer2DModel": "its attention is causal, run by run of text or picture, and to keys cached in "
+    "an earlier step",
 }
