@@ -50,6 +50,7 @@ class SequenceSplit:
         self.queries_are_whole = False  # the same of its queries
         self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
         self._masked_items = 0  # of the batch, for which attention has taken it
+        self.alone: str | None = None  # the only stream that the attention module that runs is over
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model
@@ -122,7 +123,9 @@ class SequenceSplit:
         """Of all streams that this forward split, joined, or of the main one: whichever has this many tokens here."""
         streams = tuple(self.lengths[stream] for stream in self.plan.streams if stream in self.lengths)
         candidates = [Layout(streams, self.ring, self.ulysses)] if streams else []
-        if self.plan.main in self.lengths:
+        if self.alone is not None:
+            candidates = [Layout((self.lengths[self.alone],), self.ring, self.ulysses)]
+        elif self.plan.main in self.lengths:
             candidates.append(Layout((self.lengths[self.plan.main],), self.ring, self.ulysses))
         for layout in candidates:
             if queries == keys == layout.length(self.cp.rank):
@@ -362,8 +365,9 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     for rule, modules in found.items():
         for path, module in modules:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
+    alone = {path: stream for _, stream, modules in match(model, plan.alone) for path, _ in modules}
     for path, module in parallel:
-        hooks += _must_reach(module, path, split)
+        hooks += _must_reach(module, path, alone.get(path), split)
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_makes_whole_keys(split)) for _, layer in layers]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
@@ -525,11 +529,11 @@ def _whole_queries(split: SequenceSplit, are: bool) -> Callable:
     return hook
 
 
-def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[RemovableHandle]:
+def _must_reach(module: nn.Module, path: str, alone: str | None, split: SequenceSplit) -> list[RemovableHandle]:
     """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
 
     def before(module: nn.Module, args: tuple) -> None:
-        split.reached = False
+        split.reached, split.alone = False, alone
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if split.reached or _may_be_cached(module):

@@ -100,6 +100,7 @@ def enable(
     hooks = split_sequences(model, split) if split is not None else []
     if differ:
         sharded = {id(p.module) for p in placements if p.shards and axes.tp.size > 1}
+        sharded |= {id(module) for module in sharded_modules(model) if module.sharding.shards}
         _broadcast_unsharded(model, sharded, axes.world)
     model.parallelism = Parallelism(config, axes, hooks)
     _ever_parallel.add(model)

@@ -72,6 +72,7 @@ class ContextParallelPlan:
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
+        alone: paths of attention modules -> the one stream that they are over, where that is not `main`.
         whole: paths of attention modules that see no split sequence among their keys (the text alone, or
             cross-attention): they are left alone.
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
@@ -87,6 +88,7 @@ class ContextParallelPlan:
     modules: Mapping[str, ModulePlan]
     streams: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     main: str = "hidden_states"
+    alone: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
     whole_queries: tuple[str, ...] = ()

@@ -23,11 +23,15 @@ _NEITHER = {
     "T5FilmDecoder": _SMALL,
     "MiniMaxMusic3RVQDepthDecoder": "an autoregressive decoder of seven tokens a frame, no diffusion transformer",
     "RFD4ProteinaTransformer": "a model of proteins: every token attends under a bias made from each pair of tokens",
-    "AnyFlowFARTransformer3DModel": "attention in chunks under a block mask of flex attention, which gives no part of it",
+    "AnyFlowFARTransformer3DModel": "attention in chunks under a block mask, by flex attention alone",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
 }
 
 WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 
 # Also where diffusers has a plan that cannot be used.
-WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
+WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
+    **_NEITHER,
+    "QwenImage21Transformer2DModel": "its attention is causal, run by run of text or picture, and to keys cached in "
+    "an earlier step",
+}
