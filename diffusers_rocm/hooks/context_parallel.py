@@ -20,7 +20,14 @@ from ..distributed.collectives import copy_to_axis, gather_from_axis, share_grad
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
 from ..models.attention_parallel import Layout, attention
-from ..models.plans.context_plan import ContextParallelPlan, GatheredInput, InputPlan, LeadingTokens, ModulePlan
+from ..models.plans.context_plan import (
+    ContextParallelPlan,
+    GatheredInput,
+    InputPlan,
+    LeadingTokens,
+    ModulePlan,
+    TokensOfItems,
+)
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
 
@@ -52,6 +59,11 @@ class SequenceSplit:
                 return x
             raise ValueError(
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
+            )
+        if isinstance(how, TokensOfItems):
+            dim, length = how.split_dim, self.lengths[self.plan.main]
+            return self.split(x.unflatten(dim, (-1, length)), ContextParallelInput(dim + 1), what).flatten(
+                dim, dim + 1
             )
         length = x.shape[how.split_dim]
         if length == 1 and not stream:

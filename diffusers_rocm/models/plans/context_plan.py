@@ -14,6 +14,10 @@ class GatheredInput(ContextParallelOutput):
     """An argument that its module takes whole, such as one that does not split where the sequence was split."""
 
 
+class TokensOfItems(ContextParallelInput):
+    """A dim that holds the main stream's tokens for each item of the batch, one item after another."""
+
+
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
 InputPlan = ContextParallelInput | GatheredInput | LeadingTokens | Sequence[ContextParallelInput | None]

@@ -10,6 +10,8 @@ class BaseModelTesterConfig:
     """One model class with one tiny config. No assertions here."""
 
     model_class: type[nn.Module]
+    # What the class's own defaults lack to be a model of real size.
+    real_init_dict: Mapping = {}
     # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
     repeated_block_count: int
     # Sharded parameters (patterns of their names) that cannot change the output, and why: a bias of keys, say.

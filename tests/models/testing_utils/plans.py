@@ -123,7 +123,7 @@ class PlanTesterMixin:
 
     def test_plan_leaves_nothing_unexplained(self):
         with torch.device("meta"):
-            tiny, real = self.model_class(**self.get_init_dict()), self.model_class()
+            tiny, real = self.model_class(**self.get_init_dict()), self.model_class(**self.real_init_dict)
         report = diffusers_rocm.verify_plan(tiny, 2)
         assert not report.unused_rules and not report.unsharded_linears, str(report)
         report = diffusers_rocm.verify_plan(real, 2)
