@@ -19,14 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.collectives import copy_to_axis, gather_from_axis, share_gradient
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
-from ..models.attention_parallel import Layout, attention
+from ..models.attention_parallel import Layout, attention, attention_of_whole_queries
 from ..models.plans.context_plan import (
     ContextParallelPlan,
-    GatheredInput,
+    Gather,
     InputPlan,
+    KeyMask,
+    LeadingPart,
     LeadingTokens,
     ModulePlan,
     TokensOfItems,
+    TrailingTokens,
 )
 from ..models.plans.plan import match
 from .stand_in import stands_in_for
@@ -44,6 +47,9 @@ class SequenceSplit:
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
         self.keys_are_whole = False  # those of the attention that comes next
+        self.queries_are_whole = False  # the same of its queries
+        self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
+        self._masked_items = 0  # of the batch, for which attention has taken it
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model
@@ -61,10 +67,13 @@ class SequenceSplit:
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
             )
         if isinstance(how, TokensOfItems):
-            dim, length = how.split_dim, self.lengths[self.plan.main]
-            return self.split(x.unflatten(dim, (-1, length)), ContextParallelInput(dim + 1), what).flatten(
-                dim, dim + 1
-            )
+            dim = how.split_dim
+            items = x.unflatten(dim, (-1, self.lengths[self.plan.main]))
+            return self.split(items, ContextParallelInput(dim + 1), what).flatten(dim, dim + 1)
+        rest = []
+        if isinstance(how, LeadingPart):
+            length = self.lengths[self.plan.main]
+            x, *rest = x.split([length, x.shape[how.split_dim] - length], how.split_dim)
         length = x.shape[how.split_dim]
         if length == 1 and not stream:
             return x
@@ -73,20 +82,42 @@ class SequenceSplit:
                 f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree "
                 f"of at most {length}"
             )
-        return Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+        part = Layout((length,), self.ring, self.ulysses).take(x, how.split_dim, self.cp.rank)
+        return torch.cat([part, *rest], how.split_dim) if rest else part
 
     def leading(self, count: int) -> int:
         """How many of the first `count` tokens of the main stream this rank holds."""
         ((start, stop),) = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses).runs(self.cp.rank)
         return min(max(count - start, 0), stop - start)
 
+    def trailing(self, count: int) -> int:
+        """How many of the last `count` tokens of the main stream this rank holds."""
+        total = self.lengths[self.plan.main]
+        return self.leading(total) - self.leading(total - count)
+
+    def mask_keys(self, mask: Tensor, stream: str) -> Tensor:
+        """Have attention mask the keys of this stream, until the next such mask; returns one that masks nothing."""
+        at = self.plan.streams.index(stream)
+        before, after = (
+            sum(self.lengths[each] for each in side) for side in (self.plan.streams[:at], self.plan.streams[at + 1 :])
+        )
+        self.key_mask, self._masked_items = F.pad(mask.bool(), (before, after), value=True), 0
+        return torch.ones_like(self.split(mask, ContextParallelInput(1, 2), f"the mask of {stream}", stream=True))
+
+    def _next_mask(self, batch: int) -> Tensor:
+        """For all items, or for those that come next where a processor goes through the batch."""
+        start = self._masked_items % len(self.key_mask)
+        self._masked_items = start + batch
+        return self.key_mask[start : start + batch]
+
     def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
         """`x` of all ranks, along `how.gather_dim`."""
-        length = self.lengths.get(self.plan.main)
+        stream = getattr(how, "stream", None) or self.plan.main
+        length = self.lengths.get(stream)
         sizes = Layout((length,), self.ring, self.ulysses).lengths() if length is not None else ()
         if not sizes or x.shape[how.gather_dim] != sizes[self.cp.rank]:
             raise ValueError(
-                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {self.plan.main} "
+                f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {stream} "
                 f"({length} tokens over {self.cp.size} ranks); the plan does not fit the model"
             )
         return copy_to_axis(gather_from_axis(x, sizes, self.cp, how.gather_dim), self.cp)
@@ -105,6 +136,15 @@ class SequenceSplit:
             f"{self.name}: attention of {queries} queries to {keys} keys, but rank {self.cp.rank} holds {held} tokens "
             f"of the sequences {self.lengths}; attention to keys that are not split belongs in the plan's `whole`"
         )
+
+    def _around_queries(self, queries: int, keys: int) -> tuple[int, int] | None:
+        """Where the main stream alone asks, and all streams answer: how many tokens here are before and after it."""
+        streams = [stream for stream in self.plan.streams if stream in self.lengths]
+        held = [Layout((self.lengths[each],), self.ring, self.ulysses).length(self.cp.rank) for each in streams]
+        at = streams.index(self.plan.main) if self.plan.main in streams else len(streams)
+        if queries == keys or held[at : at + 1] != [queries] or sum(held) != keys:
+            return None
+        return sum(held[:at]), sum(held[at + 1 :])
 
     def attend(
         self,
@@ -133,6 +173,16 @@ class SequenceSplit:
             self.keys_are_whole = False
             out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)
             return out
+        if self.queries_are_whole:
+            if mask is not None or is_causal:
+                raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
+            layout = Layout((self.lengths[self.plan.main],), self.ring, self.ulysses)
+            return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
+        if around := self._around_queries(q.shape[1], k.shape[1]):
+            every = F.pad(q, (0, 0, 0, 0, *around))
+            return self.attend(every, k, v, mask, scale, is_causal, kernel).narrow(1, around[0], q.shape[1])
+        if self.key_mask is not None:
+            mask = self._next_mask(q.shape[0])
         layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
@@ -320,6 +370,10 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         hooks += _must_reach(module, path, split)
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_makes_whole_keys(split)) for _, layer in layers]
+    for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
+        for _, layer in layers:
+            hooks += [layer.register_forward_pre_hook(_whole_queries(split, True))]
+            hooks += [layer.register_forward_hook(_whole_queries(split, False))]
     share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
     hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
     processors = {id(module.processor): module.processor for _, module in parallel}
@@ -330,7 +384,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.keys_are_whole = {}, False
+        split.lengths, split.keys_are_whole, split.queries_are_whole, split.key_mask = {}, False, False, None
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -412,10 +466,14 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             if where is values and index >= len(values) or where[index] is None:
                 continue
             value = where[index]
-            if isinstance(how, LeadingTokens):
-                where[index] = split.leading(value)
+            if isinstance(how, (LeadingTokens, TrailingTokens)):
+                count = split.leading if isinstance(how, LeadingTokens) else split.trailing
+                where[index] = count(value)
                 continue
-            if isinstance(how, GatheredInput):
+            if isinstance(how, KeyMask):
+                where[index] = split.mask_keys(value, how.stream)
+                continue
+            if isinstance(how, Gather):
                 where[index] = split.gather(value, how, f"{path}'s {key}")
                 continue
             if key in split.plan.streams:
@@ -457,6 +515,13 @@ def _may_be_cached(module: nn.Module) -> bool:
 def _makes_whole_keys(split: SequenceSplit) -> Callable:
     def hook(module: nn.Module, args: tuple, output: Any) -> None:
         split.keys_are_whole = True
+
+    return hook
+
+
+def _whole_queries(split: SequenceSplit, are: bool) -> Callable:
+    def hook(*_) -> None:
+        split.queries_are_whole = are
 
     return hook
 

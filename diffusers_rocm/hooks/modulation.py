@@ -72,4 +72,4 @@ class StepModulation:
         stacked = all_gather_stacked(F.pad(local, (0, self._longest - local.shape[-1])), self._axis)
         gathered = stacked.transpose(0, 1).flatten(1).index_select(1, source.modulation_order)
         for linear, output in zip(self._linears, gathered.split(self._features, dim=-1), strict=True):
-            linear.ready = output
+            linear.ready = output.contiguous()  # as a Linear's own output is: models take views of it

@@ -67,7 +67,7 @@ class Placement:
 
     Attributes:
         shards: parameter -> its layout.
-        local: attribute of the module that counts something, or dim of its output -> the layout of that.
+        local: attribute of the module that counts something, or its `output` -> the layout of that.
     """
 
     path: str
@@ -121,8 +121,7 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             if name == "local":
                 local = plan.attributes(argument, module, model.config, world)
             elif name == "output":
-                dim, _, layout = argument.partition("=")
-                local = {dim: plan.head_shard(layout, model.config)}
+                local = {"output": plan.head_shard(argument, model.config)}
             placements.append(Placement(path, module, name, style.shards(module, blocks), local))
     return placements
 

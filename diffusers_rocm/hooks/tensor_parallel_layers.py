@@ -31,7 +31,7 @@ class Sharding:
         shapes: parameter name -> its full shape.
         requires_grad: parameter name -> whether it was trained; a rank without its share of a bias cannot tell.
         attributes: what sharding overwrote, as it was: class and sizes.
-        local: dim of the module's output -> the layout of what is cut from it.
+        local: what else is local, as in the `Placement`.
     """
 
     axis: Axis
@@ -78,12 +78,16 @@ class GatheredColumnLinear(nn.Linear):
 
 
 class ModulationLinear(GatheredColumnLinear):
-    """One of many Linears with the same input, computed together beforehand (`hooks.modulation`); else by itself."""
+    """One of many Linears with the same input, computed together beforehand (`hooks.modulation`); else by itself.
+
+    By itself too where it is asked for some of the rows alone.
+    """
 
     ready: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.ready is None else self.ready
+        ready = self.ready
+        return super().forward(x) if ready is None or len(ready) != len(x) else ready
 
 
 @functools.cache
@@ -108,7 +112,10 @@ def of_local_heads(cls: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def with_local_output(cls: type[nn.Module]) -> type[nn.Module]:
-    """`cls`, of whose outputs attention takes what its local heads need (rotary embeddings over all heads)."""
+    """`cls`, of whose outputs attention takes what its local heads need: rotary embeddings over all heads.
+
+    They are [B, S, heads x dim] or [B, heads, S, dim].
+    """
 
     @stands_in_for(cls)
     class WithLocalOutput(cls):
@@ -117,10 +124,10 @@ def with_local_output(cls: type[nn.Module]) -> type[nn.Module]:
             return tuple(map(self._local, output)) if isinstance(output, tuple) else self._local(output)
 
         def _local(self, x: torch.Tensor) -> torch.Tensor:
-            axis = self.sharding.axis
-            ((dim, shard),) = self.sharding.local.items()
-            before = sum(shard.share(x.shape[int(dim)], rank, axis.size) for rank in range(axis.rank))
-            return copy_to_axis(x, axis).narrow(int(dim), before, shard.share(x.shape[int(dim)], axis.rank, axis.size))
+            axis, shard = self.sharding.axis, self.sharding.local["output"]
+            dim = 1 if x.ndim == 4 else x.ndim - 1
+            before = sum(shard.share(x.shape[dim], rank, axis.size) for rank in range(axis.rank))
+            return copy_to_axis(x, axis).narrow(dim, before, shard.share(x.shape[dim], axis.rank, axis.size))
 
     return WithLocalOutput
 

@@ -234,6 +234,27 @@ def _attention_over_ring(
     return run(q, k, v, mask, scale, name, lengths, groups, group)
 
 
+def attention_of_whole_queries(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, layout: Layout, cp: Axis, choose: KernelChoice
+) -> Tensor:
+    """Exact attention of queries that every rank has, the same, to the keys of all ranks; the same on every rank.
+
+    The outputs over each rank's keys are exchanged, of which there are few where queries are (audio that listens to
+    video), and merged by their log-sum-exp. With gradients keys and values are gathered.
+
+    Args: q [B, S, H, D]; k, v [B, Sk, Hk, D], this rank's. Returns [B, S, H, D].
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        message = copy_to_axis(gather_from_axis(_tokens_first(k, v), layout.lengths(), cp, 0), cp)
+        out, _ = choose(q, None, False)(q, *_keys_of(message, q.shape[2]), None, scale)
+        return out
+    out, lse = choose(q, None, True)(q, k, v, None, scale)
+    part = torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1)
+    parts = all_gather(part[None], (1,) * cp.size, cp, 0)
+    weights = torch.softmax(parts[..., -1:], dim=0)
+    return (parts[..., :-1] * weights).sum(dim=0).to(q.dtype)
+
+
 def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Keys and values [B, S, heads, D] of a message [S, B, 2 key heads, D]: views, unless key heads are fewer."""
     parts = message.transpose(0, 1).chunk(2, dim=2)

@@ -85,11 +85,11 @@ def enable(
     axes = config.axes()
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
-        tp_plan = get_tensor_parallel_plan(model)
+        tp_plan = get_tensor_parallel_plan(type(model))
         placements = resolve(model, tp_plan, axes.tp.size)
         _check_heads(model, tp_plan, axes)
     if axes.context.size > 1:
-        plan = get_context_parallel_plan(model, cp_plan)
+        plan = get_context_parallel_plan(type(model), cp_plan)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
         if axes.ring.size > 1 and config.rotate_method == "p2p":
             for path, module in attention_modules(model, plan):
@@ -105,8 +105,9 @@ def enable(
     _ever_parallel.add(model)
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
-        if any(placement.style == "modulation" for placement in placements):
-            hooks.append(StepModulation(model, model.get_submodule(tp_plan.embedding)))
+        embedding = tp_plan.embedding_path(model.config)
+        if embedding is not None and any(placement.style == "modulation" for placement in placements):
+            hooks.append(StepModulation(model, model.get_submodule(embedding)))
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 
@@ -259,7 +260,7 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
         parallelism = getattr(self, "parallelism", None)
         if parallelism is not None and next(sharded_modules(self), None) is not None:
             tp = parallelism.axes.tp
-            shard_modules(resolve(self, get_tensor_parallel_plan(self), tp.size), tp)
+            shard_modules(resolve(self, get_tensor_parallel_plan(type(self)), tp.size), tp)
         return result
 
     return _load_ip_adapter_weights

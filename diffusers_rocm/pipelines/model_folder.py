@@ -9,7 +9,7 @@ import diffusers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ..models.plans import CONTEXT_PARALLEL_PLANS, REFUSED_CONTEXT_PARALLEL_PLANS, TENSOR_PARALLEL_PLANS
+from ..models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "tiny-flux-shapes"
@@ -56,17 +56,13 @@ class ModelFolder:
         cls = getattr(diffusers, name, None)
         if cls is None:
             raise ValueError(f"{self.model}: its {name} is not known to diffusers {diffusers.__version__}")
-        has_context_plan = name in CONTEXT_PARALLEL_PLANS or getattr(cls, "_cp_plan", None) is not None
-        if degrees["ring"] * ulysses > 1 and (not has_context_plan or name in REFUSED_CONTEXT_PARALLEL_PLANS):
-            planned = ", ".join(CONTEXT_PARALLEL_PLANS)
-            raise ValueError(f"{self.model}: its {name} has no context-parallel plan; planned: {planned}")
+        if degrees["ring"] * ulysses > 1:
+            get_context_parallel_plan(cls)
         if tp == 1:
             return
-        if name not in TENSOR_PARALLEL_PLANS:
-            planned = ", ".join(TENSOR_PARALLEL_PLANS)
-            raise ValueError(f"{self.model}: its {name} has no tensor-parallel plan; planned: {planned}")
+        plan = get_tensor_parallel_plan(cls)
         config = {key: each.default for key, each in inspect.signature(cls.__init__).parameters.items()}
-        for heads, count in TENSOR_PARALLEL_PLANS[name].head_counts(config | self.denoiser_config()).items():
+        for heads, count in plan.head_counts(config | self.denoiser_config()).items():
             if tp * ulysses > count:
                 asked = f"--tp {tp}" + (f" with --ulysses {ulysses}" if ulysses > 1 else "")
                 raise ValueError(

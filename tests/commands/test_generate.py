@@ -26,6 +26,8 @@ from diffusers_rocm.commands import generate as generate_command
 from diffusers_rocm.pipelines.generation import file_stem
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 
+from ..testing_utils import slow
+
 
 RED_CIRCLE = "a red circle on a blue background"
 
@@ -94,6 +96,7 @@ class TestGenerate(unittest.TestCase):
         record = json.loads(file.read_text())
         assert file.stem.endswith(f"-seed{record['seed']}") and record["config"]["dtype"] == "bfloat16"
 
+    @slow
     def test_a_port_of_its_own(self):
         with socket.socket() as listener:
             listener.bind(("localhost", 0))

@@ -21,6 +21,7 @@ from diffusers_rocm import commands
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
+from ..testing_utils import slow
 
 
 class WanWithImageTesterConfig(WanTransformerTesterConfig):
@@ -74,8 +75,14 @@ class TestGenerateVideo(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
 
-    @parameterized.expand([(False, ("--cfg", 2, "--tp", 2)), (True, ("--dp", 2, "--ulysses", 2))])
-    def test_wan(self, from_image, mesh):
+    def test_from_an_image(self):
+        self.check_wan(True, ("--dp", 2, "--ulysses", 2))
+
+    @slow
+    def test_from_text(self):
+        self.check_wan(False, ("--cfg", 2, "--tp", 2))
+
+    def check_wan(self, from_image, mesh):
         save_wan(self.folder / "model", from_image)
         common = ["--model", self.folder / "model", "--prompt", "a red circle", "--prompt", "a green star"]
         common += ["--seed", 1, "--height", 32, "--width", 48, "--num-frames", 5, "--fps", 8, "--steps", 2]

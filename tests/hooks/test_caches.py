@@ -113,7 +113,7 @@ def parity_worker(name: str, cache: str, meshes: list[dict], prompts: int = 1) -
         outputs = [latents(pipe, arguments, steps=STEPS)]
         together.clear()  # in the first step of the first run all ranks make both branches
         outputs.append(latents(pipe, arguments, steps=STEPS))
-        turns = axes.cfg.size > 1 and prompts == 1 and not PIPELINES[name].stacked
+        turns = axes.cfg.size > 1 and prompts == 1 and PIPELINES[name].guidance == "two calls"
         expected = alone[axes.cfg.rank :: axes.cfg.size] if turns else list(alone)
         results.append({"mesh": str(axes), "cache_first": cache_first, "expected": expected, "computed": [*together]})
         pipe.transformer.disable_parallelism()
@@ -189,10 +189,15 @@ def refusal_worker(name: str, cache: str) -> tuple[str, int, float]:
     return str(caught.value), calls, relative_l2(latents(pipe, arguments), wanted)
 
 
-def cases(caches: list[str], *meshes) -> list[tuple]:
+def cases(caches: list[str], *meshes, models: tuple[str, ...] = ("flux", "wan")) -> list[tuple]:
     """SeaCache knows no latents of FLUX."""
-    named = [(name, cache) for cache in caches for name in ("flux", "wan") if cache != "sea" or name == "wan"]
+    named = [(name, cache) for cache in caches for name in models if cache != "sea" or name == "wan"]
     return [(name, cache, *meshes) for name, cache in named if cache != "sea" or NO_SEA is None]
+
+
+def two_ranks(model: str) -> list[tuple]:
+    of_branches = cases(BY_BRANCH, [*TWO_RANKS, {"cfg": 2}], models=(model,))
+    return of_branches + cases(ONE_STATE, TWO_RANKS, models=(model,))
 
 
 class TestCaches(unittest.TestCase):
@@ -203,8 +208,13 @@ class TestCaches(unittest.TestCase):
                 assert len(set(result["expected"])) > 1, f"the cache skipped nothing: {result}"
                 assert max(result["errors"]) <= FLOAT32_BAR, result
 
-    @parameterized.expand([*cases(BY_BRANCH, [*TWO_RANKS, {"cfg": 2}]), *cases(ONE_STATE, TWO_RANKS)])
+    @parameterized.expand(two_ranks("wan"))
     def test_two_ranks(self, name, cache, meshes):
+        self.check(2, name, cache, meshes)
+
+    @parameterized.expand(two_ranks("flux"))
+    @slow
+    def test_two_ranks_of_flux(self, name, cache, meshes):
         self.check(2, name, cache, meshes)
 
     @parameterized.expand(cases(["first block 0.8", "sea"], [{"ulysses": 2, "tp": 2}]))

@@ -35,7 +35,7 @@ from diffusers_rocm.hooks.context_parallel import SequenceSplit
 from diffusers_rocm.models.attention_dispatch import wrap_backend
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 
-from ..testing_utils import relative_l2, run_ranks
+from ..testing_utils import relative_l2, run_ranks, slow
 from .testing_utils.common import BaseModelTesterConfig, randn
 from .testing_utils.context_parallelism import ContextParallelTesterMixin, enable
 from .testing_utils.parallelism import FLOAT32_BAR
@@ -365,6 +365,7 @@ class TestEnableContextParallelism(unittest.TestCase):
         for errors in run_ranks(2, cache_worker):
             assert max(errors) <= FLOAT32_BAR, errors
 
+    @slow
     def test_compiled_at_several_resolutions(self):
         for errors in run_ranks(2, two_shapes_worker):
             assert max(errors) <= FLOAT32_BAR, errors

@@ -177,7 +177,7 @@ def reading_worker() -> dict:
 
 
 MESHES = [
-    *((name, {"cfg": 2}, 1) for name in PIPELINES),
+    *((name, {"cfg": 2}, 1) for name, each in PIPELINES.items() if each.guidance),
     ("flux", {"cfg": 2}, 2),
     ("sd3", {"cfg": 2}, 3),
     ("flux", {"cfg": 2, "ulysses": 2}, 1),

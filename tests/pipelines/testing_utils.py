@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import (
@@ -10,10 +10,15 @@ from diffusers import (
     CogVideoXPipeline,
     CogVideoXTransformer3DModel,
     DiffusionPipeline,
+    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2Pipeline,
     FluxPipeline,
+    HunyuanVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
     QwenImagePipeline,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -23,6 +28,8 @@ from diffusers import (
 
 from ..models.testing_utils.common import randn
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_flux2 import Flux2TransformerTesterConfig
+from ..models.transformers.test_models_transformer_hunyuan_video import HunyuanVideoTransformerTesterConfig
 from ..models.transformers.test_models_transformer_qwenimage import QwenImageTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
 
@@ -164,23 +171,73 @@ def cogvideox_call(prompts: int = 1) -> dict:
     }
 
 
+def flux2() -> Flux2Pipeline:
+    model = Flux2TransformerTesterConfig().get_model()
+    return Flux2Pipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, model)
+
+
+def flux2_call(prompts: int = 1) -> dict:
+    return {"prompt_embeds": randn(prompts, 11, 32, seed=1), "height": 80, "width": 112}
+
+
+def hunyuan_video() -> HunyuanVideoPipeline:
+    model = HunyuanVideoTransformerTesterConfig().get_model()
+    return HunyuanVideoPipeline(None, None, model, None, FlowMatchEulerDiscreteScheduler(), None, None)
+
+
+def hunyuan_video_call(prompts: int = 1) -> dict:
+    return {
+        "prompt_embeds": randn(prompts, 11, 16, seed=1),
+        "pooled_prompt_embeds": randn(prompts, 8, seed=2),
+        "prompt_attention_mask": (torch.arange(11)[None] < 5).long().repeat(prompts, 1),
+        "height": 48,
+        "width": 80,
+        "num_frames": 9,
+    }
+
+
+def pixart() -> PixArtSigmaPipeline:
+    model = PixArtTransformer2DModel(
+        num_attention_heads=5, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=10,
+        cross_attention_dim=40, caption_channels=16, use_additional_conditions=False,
+    )  # fmt: skip
+    return PixArtSigmaPipeline(None, None, None, with_random_weights(model), DPMSolverMultistepScheduler())
+
+
+def pixart_call(prompts: int = 1) -> dict:
+    return {
+        "prompt": None,
+        "negative_prompt": None,
+        "prompt_embeds": randn(prompts, 11, 16, seed=1),
+        "prompt_attention_mask": torch.ones(prompts, 11),
+        "negative_prompt_embeds": randn(prompts, 11, 16, seed=3),
+        "negative_prompt_attention_mask": (torch.arange(11)[None] < 5).float().repeat(prompts, 1),
+        "height": 80,
+        "width": 112,
+        "use_resolution_binning": False,
+    }
+
+
 @dataclass(frozen=True)
 class TinyPipeline:
-    """A pipeline, the arguments of a call with guidance, and whether it stacks the branches of guidance."""
+    """A pipeline, the arguments of a call, and how it computes the branches of guidance, if it has any."""
 
     build: Callable[[], DiffusionPipeline]
     call: Callable[..., dict[str, Any]]
-    stacked: bool
+    guidance: Literal["two calls", "stacked"] | None
 
 
 PIPELINES = {
-    "flux": TinyPipeline(flux, flux_call, False),
-    "wan": TinyPipeline(wan, wan_call, False),
-    "wan22": TinyPipeline(wan22, wan_call, False),
-    "qwenimage": TinyPipeline(qwenimage, qwenimage_call, False),
-    "sd3": TinyPipeline(sd3, sd3_call, True),
-    "ltx": TinyPipeline(ltx, ltx_call, True),
-    "cogvideox": TinyPipeline(cogvideox, cogvideox_call, True),
+    "flux": TinyPipeline(flux, flux_call, "two calls"),
+    "wan": TinyPipeline(wan, wan_call, "two calls"),
+    "wan22": TinyPipeline(wan22, wan_call, "two calls"),
+    "qwenimage": TinyPipeline(qwenimage, qwenimage_call, "two calls"),
+    "sd3": TinyPipeline(sd3, sd3_call, "stacked"),
+    "ltx": TinyPipeline(ltx, ltx_call, "stacked"),
+    "cogvideox": TinyPipeline(cogvideox, cogvideox_call, "stacked"),
+    "pixart": TinyPipeline(pixart, pixart_call, "stacked"),
+    "flux2": TinyPipeline(flux2, flux2_call, None),
+    "hunyuan_video": TinyPipeline(hunyuan_video, hunyuan_video_call, None),
 }
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan
+from .without_plan import WITHOUT_CONTEXT_PARALLEL_PLAN, WITHOUT_TENSOR_PARALLEL_PLAN
 
 
 TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {}
@@ -23,51 +24,47 @@ for _file in pkgutil.iter_modules(__path__):
         CONTEXT_PARALLEL_PLANS |= getattr(_family, "CONTEXT_PARALLEL_PLANS", {})
 
 
-# diffusers' own plans that cannot be used, and why.
-REFUSED_CONTEXT_PARALLEL_PLANS = {
-    "LTX2VideoTransformer3DModel": "it splits the text, to which audio attends too (huggingface/diffusers#14316)",
-}
-
-
-def get_tensor_parallel_plan(model: nn.Module) -> TensorParallelPlan:
-    """The plan for the model's very class, never for one with a similar name.
+def get_tensor_parallel_plan(cls: type[nn.Module]) -> TensorParallelPlan:
+    """The plan for this very class, never for one with a similar name.
 
     Raises:
-        ValueError: there is none; names the nearest classes that have one.
+        ValueError: there is none; says why, where that is known, and names the nearest classes that have one.
     """
-    name = type(model).__name__
+    name = cls.__name__
     if name not in TENSOR_PARALLEL_PLANS:
-        near = difflib.get_close_matches(name, TENSOR_PARALLEL_PLANS, n=3, cutoff=0.0)
-        raise ValueError(f"{name} has no tensor-parallel plan; the nearest classes with one: {', '.join(near)}")
+        raise ValueError(f"{name} has no tensor-parallel plan{_instead(name, 'tensor')}")
     return TENSOR_PARALLEL_PLANS[name]
 
 
 def get_context_parallel_plan(
-    model: nn.Module, cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
+    cls: type[nn.Module], cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
 ) -> ContextParallelPlan:
-    """The plan for the model's class: ours, else diffusers' `_cp_plan`.
+    """The plan for a model class: ours, else diffusers' `_cp_plan`.
 
     `cp_plan` takes its place, or, in diffusers' format, the place of its modules.
 
     Raises:
         ValueError: there is none, or one of diffusers' that is wrong; names the nearest classes that have one.
     """
-    name = type(model).__name__
+    name = cls.__name__
+    plan = CONTEXT_PARALLEL_PLANS.get(name)
     if isinstance(cp_plan, ContextParallelPlan):
         return cp_plan
-    if cp_plan is None and name in REFUSED_CONTEXT_PARALLEL_PLANS:
-        reason = REFUSED_CONTEXT_PARALLEL_PLANS[name]
-        raise ValueError(
-            f"diffusers' context-parallel plan of {name} is wrong: {reason}; pass a right one as cp_plan="
-        )
-    cp_plan = cp_plan or (None if name in CONTEXT_PARALLEL_PLANS else getattr(model, "_cp_plan", None))
-    plan = CONTEXT_PARALLEL_PLANS.get(name)
+    if cp_plan is None and plan is None and name not in WITHOUT_CONTEXT_PARALLEL_PLAN:
+        cp_plan = getattr(cls, "_cp_plan", None)
     if cp_plan is not None:
         return ContextParallelPlan(cp_plan, ordered=False) if plan is None else replace(plan, modules=cp_plan)
     if plan is None:
-        near = difflib.get_close_matches(name, CONTEXT_PARALLEL_PLANS, n=3, cutoff=0.0)
-        raise ValueError(
-            f"{name} has no context-parallel plan; pass cp_plan=, or use one of the nearest classes that have one: "
-            f"{', '.join(near)}"
-        )
+        raise ValueError(f"{name} has no context-parallel plan{_instead(name, 'context')}; or pass one as cp_plan=")
     return plan
+
+
+def _instead(name: str, kind: str) -> str:
+    """Why a class has no plan of this kind, and which have."""
+    reasons, plans = {
+        "tensor": (WITHOUT_TENSOR_PARALLEL_PLAN, TENSOR_PARALLEL_PLANS),
+        "context": (WITHOUT_CONTEXT_PARALLEL_PLAN, CONTEXT_PARALLEL_PLANS),
+    }[kind]
+    near = difflib.get_close_matches(name, plans, n=3, cutoff=0.0)
+    reason = f": {reasons[name]}" if name in reasons else ""
+    return f"{reason}; the nearest classes with one: {', '.join(near)}"

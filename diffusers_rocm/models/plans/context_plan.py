@@ -10,17 +10,42 @@ class LeadingTokens:
     """An argument that counts the main stream's first tokens, which the model treats apart."""
 
 
-class GatheredInput(ContextParallelOutput):
-    """An argument that its module takes whole, such as one that does not split where the sequence was split."""
+@dataclass(frozen=True)
+class LeadingPart(ContextParallelInput):
+    """Something for all streams, of which the main one, its first tokens, is whole; the rest is split already."""
 
 
 class TokensOfItems(ContextParallelInput):
     """A dim that holds the main stream's tokens for each item of the batch, one item after another."""
 
 
+class TrailingTokens:
+    """An argument that counts the main stream's last tokens."""
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """An argument [B, S] that says which tokens of a stream are keys, of which a processor makes masks by itself.
+
+    It gets one for this rank's tokens in which all are; the mask of its attention is made from the true one. A
+    processor that goes through the batch takes its items in order.
+    """
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Gather(ContextParallelOutput):
+    """Of a stream of tokens: of `main` if None."""
+
+    stream: str | None = None
+
+
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
-InputPlan = ContextParallelInput | GatheredInput | LeadingTokens | Sequence[ContextParallelInput | None]
+InputPlan = (
+    ContextParallelInput | LeadingTokens | TrailingTokens | KeyMask | Gather | Sequence[ContextParallelInput | None]
+)
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
 
@@ -32,8 +57,9 @@ class ContextParallelPlan:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
-            list in the plan says. Hooks run in the order of the rules. A trailing `?` marks a path or an argument that
-            a model of the class may lack.
+            list in the plan says. An argument that is split already may be gathered. Hooks run in the order of the
+            rules. A trailing `?` marks a path or an argument that a model of the class may lack; the index -1 is the
+            last of a list.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
@@ -41,6 +67,7 @@ class ContextParallelPlan:
             cross-attention): they are left alone.
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
             to split ones too: the attention that follows them is local.
+        whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
 
@@ -53,6 +80,7 @@ class ContextParallelPlan:
     main: str = "hidden_states"
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
+    whole_queries: tuple[str, ...] = ()
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
 
@@ -80,7 +108,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (LeadingTokens, GatheredInput)):
+        if isinstance(how, (LeadingTokens, TrailingTokens, KeyMask, Gather)):
             return isinstance(key, str)
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
@@ -94,6 +122,11 @@ def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 
-def gather(dim: int = 1, dims: int = 3) -> ContextParallelOutput:
-    """Gather an output of `dims` dims along `dim`."""
-    return ContextParallelOutput(gather_dim=dim, expected_dims=dims)
+def split_leading(dim: int, dims: int) -> LeadingPart:
+    """Split what a tensor of `dims` dims holds along `dim` for the main stream: its first tokens, all of them."""
+    return LeadingPart(split_dim=dim, expected_dims=dims)
+
+
+def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
+    """Gather an output, or an argument, of `dims` dims along `dim`; it holds tokens of the main stream if not given."""
+    return Gather(gather_dim=dim, expected_dims=dims, stream=stream)

@@ -9,8 +9,8 @@ from torch import nn
 from ...distributed.sharding import Block, Shard, granule
 
 
-# A number that a model's config holds under this key, or from which it follows.
-Size = str | Callable[[Mapping[str, Any]], int]
+# A number, or the key of a model's config that holds it, or how it follows from the config.
+Size = int | str | Callable[[Mapping[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,21 @@ class TensorParallelPlan:
         rules: path -> style. In a path `*` stands for one component (an index), and a trailing `?` marks a rule whose
             module need not exist (fused projections). Styles are those of `hooks.tensor_parallel.STYLES`, each with
             an argument after a colon where it takes one: `"column:heads"`, `"row:heads+mlp"`.
-        heads: block name -> (number of heads, elements per head), each as a key of the model's config or a function of
-            it. Where several query heads share a key and a value, the queries are dealt in such groups. The remaining
-            elements of a dim belong to its `mlp` blocks.
-        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
+        heads: block name -> (number of heads, elements per head): each a number, a key of the model's config, or a
+            function of it. Where several query heads share a key and a value, the queries are dealt in such groups.
+            The remaining elements of a dim belong to its `mlp` blocks.
+        embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears, or a
+            function of the config that gives it; None where there is none, and each Linear gathers its own output.
     """
 
     rules: Mapping[str, str]
     heads: Mapping[str, tuple[Size, Size]] = field(
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
-    embedding: str | None = None
+    embedding: str | Callable[[Mapping[str, Any]], str | None] | None = None
+
+    def embedding_path(self, config: Mapping[str, Any]) -> str | None:
+        return self.embedding(config) if callable(self.embedding) else self.embedding
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         return {name: _value(count, config) for name, (count, _) in self.heads.items()}
@@ -81,6 +85,8 @@ class TensorParallelPlan:
 
 
 def _value(size: Size, config: Mapping[str, Any]) -> int:
+    if isinstance(size, int):
+        return size
     return config[size] if isinstance(size, str) else size(config)
 
 
@@ -101,10 +107,13 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
 
 
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order."""
+    """`(rule, style, [(path, module), ...])` for every rule, in order; `-1` in a path is the last member of a list."""
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]
     for rule, style in rules.items():
         pattern = rule.removesuffix("?").split(".")
+        if "-1" in pattern:
+            last = pattern.index("-1")
+            pattern[last] = str(len(model.get_submodule(".".join(pattern[:last]))) - 1)
         found = [
             (path, module)
             for path, parts, module in modules

@@ -2,8 +2,43 @@
 
 from diffusers import Flux2Transformer2DModel
 
+from .building_blocks import JOINT_ATTENTION
 from .context_plan import ContextParallelPlan
+from .plan import TensorParallelPlan, at
 
+
+# Gates and values in one projection.
+_FEED_FORWARD = {"linear_in": "column:mlp+mlp", "linear_out": "row:mlp"}
+
+# Attention and MLP side by side: their first projections are one, and so are their last ones.
+_PARALLEL_ATTENTION = {
+    "": "local:heads=heads,inner_dim=heads,mlp_hidden_dim=mlp",
+    "to_qkv_mlp_proj": "column:heads+heads+heads+mlp+mlp",
+    "to_out": "row:heads+mlp",
+    "norm_q": "head_norm",
+    "norm_k": "head_norm",
+}
+
+TENSOR_PARALLEL_PLANS = {
+    "Flux2Transformer2DModel": TensorParallelPlan(
+        {
+            **at("transformer_blocks.*.attn", JOINT_ATTENTION),
+            **at("transformer_blocks.*.ff", _FEED_FORWARD),
+            **at("transformer_blocks.*.ff_context", _FEED_FORWARD),
+            **at("single_transformer_blocks.*.attn", _PARALLEL_ATTENTION),
+            "double_stream_modulation_img.linear": "modulation",
+            "double_stream_modulation_txt.linear": "modulation",
+            "single_stream_modulation.linear": "modulation",
+            # Not with the modulation: a step that fills klein's cache embeds the references' timestep in between.
+            "norm_out.linear": "gather",
+            "context_embedder": "gather",
+            "x_embedder": "replicate:few input channels; every rank needs the output",
+            "time_guidance_embed": "replicate:one row a step; every rank needs the output",
+            "proj_out": "replicate:few output channels",
+        },
+        embedding="time_guidance_embed",
+    )
+}
 
 # diffusers' own plan.
 CONTEXT_PARALLEL_PLANS = {"Flux2Transformer2DModel": ContextParallelPlan(Flux2Transformer2DModel._cp_plan)}

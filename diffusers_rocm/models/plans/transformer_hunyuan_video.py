@@ -1,7 +1,43 @@
-"""HunyuanVideo."""
+"""HunyuanVideo, its image to video (also by token replacement), and what FramePack shares with it."""
 
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, JOINT_ATTENTION
 from .context_plan import ContextParallelPlan, LeadingTokens, gather, split
+from .plan import TensorParallelPlan, at
 
+
+# The text's own blocks, of all HunyuanVideo and HunyuanImage models.
+TOKEN_REFINER = {
+    **at("token_refiner.refiner_blocks.*.attn", ATTENTION | ATTENTION_OUT),
+    **at("token_refiner.refiner_blocks.*.ff", FEED_FORWARD),
+    "token_refiner.refiner_blocks.*.norm_out.linear": "gather",
+    "time_text_embed": "replicate:one row a step; every rank needs the output",
+    "proj_in": "replicate:one small Linear; every rank needs the output",
+}
+
+DOUBLE_BLOCK = {
+    **at("attn", JOINT_ATTENTION),
+    **at("ff", FEED_FORWARD),
+    **at("ff_context", FEED_FORWARD),
+}
+
+# The input of proj_out is [attention | mlp].
+SINGLE_BLOCK = {**at("attn", ATTENTION), "proj_mlp": "column:mlp", "proj_out": "row:heads+mlp"}
+
+# The step's embedding comes in a pair (the other is for token replacement), so its modulation is computed one by one.
+HUNYUAN_VIDEO = {
+    **at("transformer_blocks.*", DOUBLE_BLOCK),
+    **at("single_transformer_blocks.*", SINGLE_BLOCK),
+    **at("context_embedder", TOKEN_REFINER),
+    "transformer_blocks.*.norm1.linear": "gather",
+    "transformer_blocks.*.norm1_context.linear": "gather",
+    "single_transformer_blocks.*.norm.linear": "gather",
+    "norm_out.linear": "gather",
+    "time_text_embed": "replicate:one row a step; every rank needs the output",
+    "x_embedder": "replicate:few input channels; every rank needs the output",
+    "proj_out": "replicate:few output channels",
+}
+
+TENSOR_PARALLEL_PLANS = {"HunyuanVideoTransformer3DModel": TensorParallelPlan(HUNYUAN_VIDEO)}
 
 # diffusers has none. The text is refined whole; the mask is made for the joined sequence, so it stays whole too.
 CONTEXT_PARALLEL_PLANS = {

@@ -1,18 +1,49 @@
-"""Qwen-Image and Qwen-Image-Edit."""
+"""Qwen-Image, Qwen-Image-Edit and Qwen-Image-Layered, and their ControlNets."""
 
+from .building_blocks import FEED_FORWARD, JOINT_ATTENTION
 from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
 
 
-# diffusers' plan of 0.38 and later, and what a ControlNet adds to the image stream. The plan of 0.37 leaves the text's
-# mask whole, which its processor cannot join.
-CONTEXT_PARALLEL_PLANS = {
-    "QwenImageTransformer2DModel": ContextParallelPlan(
+# The processor takes the width of a head from inner_dim and heads.
+_COMMON = {
+    **at("transformer_blocks.*.attn", {**JOINT_ATTENTION, "": "local:heads=heads,inner_dim=heads"}),
+    **at("transformer_blocks.*.img_mlp", FEED_FORWARD),
+    **at("transformer_blocks.*.txt_mlp", FEED_FORWARD),
+    "transformer_blocks.*.img_mod.1": "modulation",
+    "transformer_blocks.*.txt_mod.1": "modulation",
+    "img_in": "replicate:few input channels; every rank needs the output",
+    "txt_in": "replicate:one small Linear; every rank needs the output",
+    "time_text_embed": "replicate:one row a step; every rank needs the output",
+}
+
+TENSOR_PARALLEL_PLANS = {
+    "QwenImageTransformer2DModel": TensorParallelPlan(
+        {**_COMMON, "norm_out.linear": "modulation", "proj_out": "replicate:few output channels"},
+        embedding="time_text_embed",
+    ),
+    "QwenImageControlNetModel": TensorParallelPlan(
         {
-            "": {"controlnet_block_samples": split(1, 3)},
-            "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
-            "transformer_blocks.*": {"modulate_index": split(1, 2), "encoder_hidden_states_mask": split(1, 2)},
-            "pos_embed": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
-            "proj_out": gather(),
-        }
-    )
+            **_COMMON,
+            "controlnet_blocks.*": "gather",
+            "controlnet_x_embedder": "replicate:few input channels; every rank needs the output",
+        },
+        embedding="time_text_embed",
+    ),
+}
+
+# diffusers' plan of 0.38 and later. The plan of 0.37 leaves the text's mask whole, which its processor cannot join.
+_SPLIT = {
+    "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
+    "transformer_blocks.*": {"modulate_index": split(1, 2), "encoder_hidden_states_mask": split(1, 2)},
+    "pos_embed": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
+}
+
+CONTEXT_PARALLEL_PLANS = {
+    # And what a ControlNet adds to the image stream.
+    "QwenImageTransformer2DModel": ContextParallelPlan(
+        {"": {"controlnet_block_samples": split(1, 3)}, **_SPLIT, "proj_out": gather()}
+    ),
+    # diffusers has none.
+    "QwenImageControlNetModel": ContextParallelPlan({**_SPLIT, "controlnet_blocks.*": gather()}),
 }

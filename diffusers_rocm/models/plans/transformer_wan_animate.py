@@ -1,7 +1,7 @@
 """Wan Animate: Wan 2.2 led by a pose video and a face video."""
 
 from .building_blocks import ATTENTION
-from .context_plan import ContextParallelPlan, GatheredInput, split
+from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_wan import WAN, WAN_SPLIT
 
@@ -24,7 +24,7 @@ CONTEXT_PARALLEL_PLANS = {
     "WanAnimateTransformer3DModel": ContextParallelPlan(
         {
             **{path: how for path, how in WAN_SPLIT.items() if path},
-            "face_adapter.*": {"hidden_states": GatheredInput(1, 3), 0: split(1, 3, output=True)},
+            "face_adapter.*": {"hidden_states": gather(), 0: split(1, 3, output=True)},
         },
         streams=("hidden_states",),
         whole=("blocks.*.attn2", "face_adapter.*"),

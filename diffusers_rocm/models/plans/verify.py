@@ -61,7 +61,7 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
         raise ValueError(f"tp must be a whole number of ranks, at least 1; got {tp!r}")
     if next(sharded_modules(model), None) is not None:
         raise ValueError(f"this {type(model).__name__} is sharded already; verify the whole model")
-    plan = get_tensor_parallel_plan(model)
+    plan = get_tensor_parallel_plan(type(model))
     rules = list(match(model, plan.rules))
     unused = tuple(
         rule

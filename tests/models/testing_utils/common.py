@@ -12,6 +12,8 @@ class BaseModelTesterConfig:
     model_class: type[nn.Module]
     # What the class's own defaults lack to be a model of real size.
     real_init_dict: Mapping = {}
+    # Why no sequence can have an odd length.
+    even_lengths: str | None = None
     # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
     repeated_block_count: int
     # Sharded parameters (patterns of their names) that cannot change the output, and why: a bias of keys, say.
@@ -38,7 +40,7 @@ class BaseModelTesterConfig:
                     parameter.normal_(1, 0.2)
                 else:
                     parameter.normal_(0, 0.3)
-        return model.to(self.device, dtype)
+        return model.to(self.device) if dtype == torch.float32 else model.to(self.device, dtype)
 
     def get_inputs(self, batch_size: int = 1) -> dict:
         inputs = self.get_dummy_inputs(batch_size)

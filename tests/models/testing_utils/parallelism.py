@@ -12,7 +12,7 @@ import diffusers_rocm
 from diffusers_rocm import TensorParallelConfig
 from diffusers_rocm.hooks.tensor_parallel import sharded_modules
 
-from ...testing_utils import relative_l2, run_ranks
+from ...testing_utils import relative_l2, run_ranks, slow
 from .common import BaseModelTesterConfig
 
 
@@ -181,17 +181,18 @@ class TensorParallelTesterMixin:
             assert len(errors) > 10
             assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
 
-    @parameterized.expand([(2,)])
-    def test_compile_repeated_blocks(self, tp):
+    @slow
+    def test_compile_repeated_blocks(self):
         if not self.repeated_block_count:
             pytest.skip("the class names no repeated blocks")
-        for error, graphs in self.ranks(tp, compile_worker, tp, False):
-            assert error <= FLOAT32_BAR, error
-            assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
+        self.check_compile(2, False)
 
-    @parameterized.expand([(3,)])
-    def test_compile_whole_model(self, tp):
-        for error, graphs in self.ranks(tp, compile_worker, tp, True):
+    @slow
+    def test_compile_whole_model(self):
+        self.check_compile(3, True)
+
+    def check_compile(self, tp: int, whole: bool) -> None:
+        for error, graphs in self.ranks(tp, compile_worker, tp, whole):
             assert error <= FLOAT32_BAR, error
             assert graphs == [graphs[0]] * 3, f"recompiled between steps: {graphs}"
 

@@ -5,6 +5,7 @@ from diffusers import LTXVideoTransformer3DModel
 
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin
+from ..testing_utils.plans import PlanTesterMixin
 
 
 class LTXVideoTransformerTesterConfig(BaseModelTesterConfig):
@@ -56,4 +57,12 @@ class TestLTXVideoTransformerContextParallel(
 class TestLTXImageToVideoTransformerContextParallel(
     LTXImageToVideoTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
 ):
+    pass
+
+
+class TestLTXVideoTransformer(LTXVideoTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestLTXImageToVideoTransformer(LTXImageToVideoTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass

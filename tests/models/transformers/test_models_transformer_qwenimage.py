@@ -8,6 +8,7 @@ from ...testing_utils import run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin, parity_worker
 from ..testing_utils.parallelism import FLOAT32_BAR
+from ..testing_utils.plans import PlanTesterMixin
 
 
 class QwenImageTransformerTesterConfig(BaseModelTesterConfig):
@@ -15,6 +16,12 @@ class QwenImageTransformerTesterConfig(BaseModelTesterConfig):
 
     model_class = QwenImageTransformer2DModel
     repeated_block_count = 1
+    without_effect = {
+        "transformer_blocks.1.attn.add_q_proj.*": "the text of the last block goes nowhere",
+        "transformer_blocks.1.attn.to_add_out.*": "the text of the last block goes nowhere",
+        "transformer_blocks.1.txt_mlp.*": "the text of the last block goes nowhere",
+        "transformer_blocks.1.txt_mod.1.*": "the second half is for what comes after the attention",
+    }
 
     def get_init_dict(self):
         return {
@@ -60,6 +67,33 @@ class QwenImageControlNetTransformerTesterConfig(QwenImageTransformerTesterConfi
     def get_dummy_inputs(self, batch_size=1):
         residuals = [randn(batch_size, 35, 80, seed=seed) for seed in (3, 4)]
         return {**super().get_dummy_inputs(batch_size), "controlnet_block_samples": residuals}
+
+
+class QwenImageLayeredTransformerTesterConfig(QwenImageTransformerTesterConfig):
+    """Qwen-Image-Layered: layers and the picture that they are made of, and a flag beside the timestep."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "use_layer3d_rope": True, "use_additional_t_cond": True}
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {
+            **super().get_dummy_inputs(batch_size),
+            "hidden_states": randn(batch_size, 3 * 15 + 12, 16, seed=1),
+            "img_shapes": [[(1, 3, 5), (1, 3, 5), (1, 3, 5), (1, 3, 4)]] * batch_size,
+            "additional_t_cond": torch.tensor([0, 1])[:batch_size],
+        }
+
+
+class TestQwenImageTransformer(QwenImageTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestQwenImageEditTransformer(QwenImageEditTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestQwenImageLayeredTransformer(QwenImageLayeredTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
 
 
 class TestQwenImageTransformerContextParallel(

@@ -128,7 +128,7 @@ def two_pipelines_worker(tp: int) -> list[bool]:
 def half_planned_worker(tp: int) -> tuple[str, bool]:
     pipe = load()
     pipe.transformer_2 = torch.nn.Linear(1, 1)
-    pipe.transformer_2.enable_parallelism = lambda config: get_tensor_parallel_plan(pipe.transformer_2)
+    pipe.transformer_2.enable_parallelism = lambda config: get_tensor_parallel_plan(type(pipe.transformer_2))
     with pytest.raises(ValueError) as caught:
         parallelize(pipe, TensorParallelConfig(tp=tp))
     return str(caught.value), hasattr(pipe.transformer, "parallelism")
@@ -205,19 +205,33 @@ def fetch(repository: str) -> str:
 
 
 class TestEmbeddedFlux(unittest.TestCase):
-    def test_held_out_prompts_are_right_and_equal_on_1_2_and_4_ranks(self):
-        prompts = held_out_prompts(64)
-        assert len(set(prompts)) == 64 and not set(prompts) & set(training_prompts())
+    def test_held_out_prompts_are_right_and_equal_on_2_ranks(self):
+        self.check_held_out_prompts(16, (2,))
+
+    @slow
+    def test_all_held_out_prompts_are_right_and_equal_on_2_and_4_ranks(self):
+        self.check_held_out_prompts(64, (2, 4))
+
+    def check_held_out_prompts(self, count, degrees):
+        prompts = held_out_prompts(count)
+        assert len(set(prompts)) == count and not set(prompts) & set(training_prompts())
         single = answers_worker(1, prompts)
         right = sum(matches_answer(answer, prompt) for answer, prompt in zip(single, prompts, strict=True))
-        assert right >= 61, f"{right} of 64 right in one process"
-        for tp in (2, 4):
+        assert right >= 0.95 * count, f"{right} of {count} right in one process"
+        for tp in degrees:
             for answers in run_ranks(tp, answers_worker, tp, prompts):
                 different = [(p, a, b) for p, a, b in zip(prompts, single, answers, strict=True) if a != b]
                 assert not different, different
 
-    @parameterized.expand([(2, 1), (1, 2), (2, 2)])
-    def test_demo_pictures_with_a_split_sequence(self, ring, ulysses):
+    def test_demo_pictures_with_a_split_sequence(self):
+        self.check_demo_pictures(2, 2)
+
+    @parameterized.expand([(2, 1), (1, 2)])
+    @slow
+    def test_demo_pictures_by_one_way_of_splitting(self, ring, ulysses):
+        self.check_demo_pictures(ring, ulysses)
+
+    def check_demo_pictures(self, ring, ulysses):
         prompts = (Path(__file__).parents[3] / "utils" / "demo_prompts.txt").read_text().splitlines()
         single = draw(load(), prompts)
         for pictures in run_ranks(ring * ulysses, context_worker, ring, ulysses, prompts):

@@ -1,0 +1,40 @@
+"""ERNIE-Image. Its tokens are dim 0."""
+
+from .building_blocks import ATTENTION, ATTENTION_OUT
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+TENSOR_PARALLEL_PLANS = {
+    "ErnieImageTransformer2DModel": TensorParallelPlan(
+        {
+            **at("layers.*.self_attention", ATTENTION | ATTENTION_OUT),
+            "layers.*.mlp.gate_proj": "column:mlp",
+            "layers.*.mlp.up_proj": "column:mlp",
+            "layers.*.mlp.linear_fc2": "row:mlp",
+            "adaLN_modulation.1": "gather",
+            "final_norm.linear": "gather",
+            "text_proj?": "replicate:one small Linear; every rank needs the output",
+            "time_embedding": "replicate:one row a step; every rank needs the output",
+            "x_embedder": "replicate:few input channels; every rank needs the output",
+            "final_linear": "replicate:few output channels",
+        },
+        heads={
+            "heads": ("num_attention_heads", lambda config: config["hidden_size"] // config["num_attention_heads"])
+        },
+    )
+}
+
+# diffusers has none. The model joins the sequence itself, with a mask for all of it, and modulates each token.
+CONTEXT_PARALLEL_PLANS = {
+    "ErnieImageTransformer2DModel": ContextParallelPlan(
+        {
+            "pos_embed": {0: split(1, 4, output=True)},
+            "layers.0": {"x": split(0, 3)},
+            "layers.*": {"temb": split(0, 3)},
+            "final_linear": gather(0),
+        },
+        streams=("x",),
+        main="x",
+    )
+}

@@ -1,0 +1,36 @@
+"""GLM-Image."""
+
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+TENSOR_PARALLEL_PLANS = {
+    "GlmImageTransformer2DModel": TensorParallelPlan(
+        {
+            **at("transformer_blocks.*.attn1", ATTENTION | ATTENTION_OUT),
+            **at("transformer_blocks.*.ff", FEED_FORWARD),
+            **at("glyph_projector", FEED_FORWARD),
+            **at("prior_projector", FEED_FORWARD),
+            "transformer_blocks.*.norm1.linear": "gather",
+            "norm_out.linear": "gather",
+            "prior_token_embedding": "replicate:a table, of which some rows are read",
+            "time_condition_embed": "replicate:one row a step; every rank needs the output",
+            "image_projector": "replicate:few input channels; every rank needs the output",
+            "proj_out": "replicate:few output channels",
+        }
+    )
+}
+
+# diffusers has none. The processor makes the text's mask one of this rank's queries and keys alone, which is refused,
+# and so are keys that were kept of a picture.
+CONTEXT_PARALLEL_PLANS = {
+    "GlmImageTransformer2DModel": ContextParallelPlan(
+        {
+            "": {"image_rotary_emb": split(0, 2), "attention_mask": split(1, 2)},
+            "rope": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
+            "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
+            "proj_out": gather(),
+        }
+    )
+}

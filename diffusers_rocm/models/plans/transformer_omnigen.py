@@ -1,0 +1,38 @@
+"""OmniGen: text, pictures and noise in one sequence."""
+
+from .building_blocks import ATTENTION, ATTENTION_OUT
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+TENSOR_PARALLEL_PLANS = {
+    "OmniGenTransformer2DModel": TensorParallelPlan(
+        {
+            # The processor joins its heads by out_dim. It does not repeat keys: every query head has its own.
+            **at("layers.*.self_attn", {**ATTENTION, **ATTENTION_OUT, "": "local:heads=heads,out_dim=heads"}),
+            "layers.*.mlp.gate_up_proj": "column:mlp+mlp",
+            "layers.*.mlp.down_proj": "row:mlp",
+            "norm_out.linear": "gather",
+            "embed_tokens": "replicate:a table of words, of which a few rows are read",
+            "patch_embedding": "replicate:few input channels, and a table of positions",
+            "time_token": "replicate:one row a step; every rank needs the output",
+            "t_embedder": "replicate:one row a step; every rank needs the output",
+            "proj_out": "replicate:few output channels",
+        },
+        heads={
+            "heads": ("num_attention_heads", lambda config: config["hidden_size"] // config["num_attention_heads"])
+        },
+    )
+}
+
+# diffusers has none. The model joins the sequence itself, with a mask for all of it.
+CONTEXT_PARALLEL_PLANS = {
+    "OmniGenTransformer2DModel": ContextParallelPlan(
+        {
+            "rope": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
+            "layers.0": {"hidden_states": split(1, 3)},
+            "norm": gather(),
+        },
+        streams=("hidden_states",),
+    )
+}

@@ -1,0 +1,47 @@
+"""PRX: the image asks, text and image answer."""
+
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+_ATTENTION = {
+    "": "local:heads=heads",
+    "img_qkv_proj": "column:heads+heads+heads",
+    "txt_kv_proj": "column:heads+heads",
+    "norm_q": "head_norm",
+    "norm_k": "head_norm",
+    "norm_added_k": "head_norm",
+    "to_out.0": "row:heads",
+}
+
+TENSOR_PARALLEL_PLANS = {
+    "PRXTransformer2DModel": TensorParallelPlan(
+        {
+            **at("blocks.*.attention", _ATTENTION),
+            "blocks.*.gate_proj": "column:mlp",
+            "blocks.*.up_proj": "column:mlp",
+            "blocks.*.down_proj": "row:mlp",
+            # Not computed at once: its input may be a sum of two embeddings.
+            "blocks.*.modulation.lin": "gather",
+            "final_layer.adaLN_modulation.1": "gather",
+            "final_layer.linear": "replicate:few output channels",
+            "img_in": "replicate:few input channels; every rank needs the output",
+            "txt_in": "replicate:one small Linear; every rank needs the output",
+            "time_in": "replicate:one row a step; every rank needs the output",
+            "resolution_embedder?": "replicate:one row a step; every rank needs the output",
+        },
+        heads={"heads": ("num_heads", lambda config: config["hidden_size"] // config["num_heads"])},
+    )
+}
+
+# diffusers has none. The text is never changed, and every block takes it anew: so it is split where it comes in.
+CONTEXT_PARALLEL_PLANS = {
+    "PRXTransformer2DModel": ContextParallelPlan(
+        {
+            "": {"encoder_hidden_states": split(1, 3), "attention_mask": split(1, 2)},
+            "pe_embedder": {0: split(2, 6, output=True)},
+            "blocks.0": {"hidden_states": split(1, 3)},
+            "final_layer": gather(),
+        }
+    )
+}

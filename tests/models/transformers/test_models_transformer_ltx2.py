@@ -1,0 +1,87 @@
+import unittest
+
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+
+from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.plans import PlanTesterMixin
+
+
+class LTX2TransformerTesterConfig(BaseModelTesterConfig):
+    """2.0: rotary embeddings interleaved, fewer features for audio than for video, a mask for the text."""
+
+    model_class = LTX2VideoTransformer3DModel
+
+    def get_init_dict(self):
+        return {
+            "in_channels": 8,
+            "out_channels": 8,
+            "num_attention_heads": 5,
+            "attention_head_dim": 12,
+            "cross_attention_dim": 60,
+            "audio_in_channels": 6,
+            "audio_out_channels": 6,
+            "audio_num_attention_heads": 7,
+            "audio_attention_head_dim": 8,
+            "audio_cross_attention_dim": 56,
+            "num_layers": 2,
+            "caption_channels": 16,
+            "rope_double_precision": False,
+        }
+
+    def get_dummy_inputs(self, batch_size=1):
+        mask = torch.ones(batch_size, 11, dtype=torch.long)
+        mask[0, 4:] = 0
+        return {
+            "hidden_states": randn(batch_size, 3 * 3 * 5, 8, seed=1),
+            "audio_hidden_states": randn(batch_size, 13, 6, seed=2),
+            "encoder_hidden_states": randn(batch_size, 11, 16, seed=3),
+            "audio_encoder_hidden_states": randn(batch_size, 11, 16, seed=4),
+            "timestep": torch.tensor([500.0, 250.0])[:batch_size],
+            "encoder_attention_mask": mask,
+            "audio_encoder_attention_mask": mask,
+            "num_frames": 3,
+            "height": 3,
+            "width": 5,
+            "audio_num_frames": 13,
+        }
+
+
+class LTX23TransformerTesterConfig(LTX2TransformerTesterConfig):
+    """2.3: rotary embeddings split, gates, modulated prompts, a timestep for each token of the video."""
+
+    def get_init_dict(self):
+        return {
+            **super().get_init_dict(),
+            "rope_type": "split",
+            "audio_num_attention_heads": 5,  # diffusers splits by the number of the video's heads
+            "audio_cross_attention_dim": 40,
+            "gated_attn": True,
+            "cross_attn_mod": True,
+            "audio_gated_attn": True,
+            "audio_cross_attn_mod": True,
+            "use_prompt_embeddings": False,
+            "perturbed_attn": True,
+        }
+
+    def get_dummy_inputs(self, batch_size=1):
+        timestep = torch.full((batch_size, 45), 500.0)
+        timestep[:, :15] = 0
+        sigma = torch.tensor([500.0, 250.0])[:batch_size]
+        return {
+            **super().get_dummy_inputs(batch_size),
+            "encoder_hidden_states": randn(batch_size, 11, 60, seed=3),
+            "audio_encoder_hidden_states": randn(batch_size, 11, 40, seed=4),
+            "timestep": timestep,
+            "audio_timestep": sigma,
+            "sigma": sigma,
+            "use_cross_timestep": True,
+        }
+
+
+class TestLTX2Transformer(LTX2TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestLTX23Transformer(LTX23TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass

@@ -1,0 +1,135 @@
+"""Draft the tensor-parallel plan of a class, and print what `verify_plan` still says of it.
+
+    python utils/new_plan.py SD3Transformer2DModel [--tp 2]
+
+It looks at names and shapes of the default config, on the meta device; what the forward does is for you to check.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import diffusers
+import torch
+from torch import nn
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from diffusers_rocm import verify_plan  # noqa: E402
+from diffusers_rocm.models.plans import TENSOR_PARALLEL_PLANS, building_blocks  # noqa: E402
+from diffusers_rocm.models.plans.plan import TensorParallelPlan, at  # noqa: E402
+
+
+def pattern(model: nn.Module, path: str) -> str:
+    """The path with `*` for what is in a list."""
+    parts = path.split(".")
+    lists = (nn.ModuleList, nn.ModuleDict)
+    within = [isinstance(model.get_submodule(".".join(parts[:depth])), lists) for depth in range(len(parts))]
+    return ".".join("*" if listed else part for part, listed in zip(parts, within, strict=True))
+
+
+def features(module: nn.Module, path: str) -> int | None:
+    """Output features of the Linear at `path` in the module, if there is one."""
+    try:
+        linear = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return linear.out_features if isinstance(linear, nn.Linear) else None
+
+
+def feed_forward(module: nn.Module) -> dict[str, str] | None:
+    """The rules of a feed-forward by the names that its Linears go by."""
+    for up, down in (("net.0.proj", "net.2"), ("linear_1", "linear_2"), ("fc1", "fc2"), ("proj_in", "proj_out")):
+        wide, linear = features(module, up), features(module, down)
+        if wide and linear:
+            inner = module.get_submodule(down).in_features
+            if wide in (inner, 2 * inner):
+                return {up: "column:mlp" if wide == inner else "column:mlp+mlp", down: "row:mlp"}
+    for gate, up, down in (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")):
+        if features(module, gate) and features(module, up) and features(module, down):
+            return {gate: "column:mlp", up: "column:mlp", down: "row:mlp"}
+    return None
+
+
+def attention(module: nn.Module, heads: int) -> dict[str, str] | None:
+    """The rules of an attention with separate projections."""
+    if not all(features(module, name) for name in ("to_q", "to_k", "to_v")):
+        return None
+    rules = {}
+    for name, style in building_blocks.JOINT_ATTENTION.items():
+        path = name.removesuffix("?")
+        child = module.get_submodule(path) if name and _has(module, path) else None
+        if not name and hasattr(module, "heads"):
+            rules[name] = style
+        elif child is not None and style == "head_norm" and getattr(child, "weight", None) is not None:
+            rules[name] = style if child.weight.numel() * heads == features(module, "to_q") else "norm:heads"
+        elif child is not None:
+            rules[name] = style
+    return rules
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(module.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False
+
+
+def draft(model: nn.Module, count: str) -> dict[str, str]:
+    """Path -> style for every Linear of the model, as far as names and shapes tell."""
+    rules: dict[str, str] = {}
+    covered: tuple[str, ...] = ()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    for path, module in model.named_modules():
+        if path.startswith(covered):
+            continue
+        found = attention(module, model.config[count])
+        if found is None and path and re.search(r"\.\d+\.", path):
+            found = feed_forward(module)
+        if found is not None:
+            rules |= at(pattern(model, path), found)
+            covered += tuple(f"{path}.{name.removesuffix('?')}" for name in found if name)
+        elif isinstance(module, nn.Linear):
+            modulates = re.search("norm|mod|ada", path) and module.out_features >= 2 * module.in_features
+            share = module.weight.numel() / total
+            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO ({share:.2%} of the weights)"
+    return rules
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cls", metavar="CLASS", help="a transformer class that diffusers exports")
+    parser.add_argument("--tp", type=int, default=2, help="ranks for verify_plan")
+    args = parser.parse_args()
+    cls = getattr(diffusers, args.cls, None)
+    if cls is None:
+        parser.error(f"diffusers {diffusers.__version__} exports no {args.cls}")
+    with torch.device("meta"):
+        model = cls()
+    count = next((key for key in ("num_attention_heads", "num_heads", "n_heads") if key in model.config), None)
+    if count is None:
+        parser.error(f"the config of {args.cls} names no number of heads: {', '.join(model.config)}")
+    if "attention_head_dim" in model.config:
+        dim, written = "attention_head_dim", '"attention_head_dim"'
+    else:
+        width = next(m.to_q.out_features for m in model.modules() if features(m, "to_q"))
+        key = next((key for key, value in model.config.items() if value == width), None)
+        dim = lambda config: width // config[count]  # noqa: E731
+        written = f'lambda config: config["{key or "TODO"}"] // config["{count}"]'
+    rules = draft(model, count)
+    print(f'TENSOR_PARALLEL_PLANS = {{\n    "{args.cls}": TensorParallelPlan(\n        {{')
+    for path, style in rules.items():
+        print(f'            "{path}": "{style}",')
+    print(f'        }},\n        heads={{"heads": ("{count}", {written})}},\n    )\n}}\n')
+    TENSOR_PARALLEL_PLANS[args.cls] = TensorParallelPlan(rules, heads={"heads": (count, dim)})
+    try:
+        print(verify_plan(model, args.tp))
+    except ValueError as error:
+        print(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
