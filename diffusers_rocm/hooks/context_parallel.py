@@ -25,6 +25,7 @@ from ..models.plans.context_plan import (
     Gather,
     InputPlan,
     KeyMask,
+    LastTokens,
     LeadingPart,
     LeadingTokens,
     ModulePlan,
@@ -46,6 +47,7 @@ class SequenceSplit:
         self.cp, self.ring, self.ulysses, self.model = axes.context, axes.ring, axes.ulysses, axes.model
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
+        self.window: int | None = None  # of that module
         self.keys_are_whole = False  # those of the attention that comes next
         self.queries_are_whole = False  # the same of its queries
         self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
@@ -66,6 +68,11 @@ class SequenceSplit:
             raise ValueError(
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
             )
+        if isinstance(how, LastTokens):
+            length, count = self.lengths[self.plan.main], x.shape[how.split_dim]
+            ((start, stop),) = Layout((length,), self.ring, self.ulysses).runs(self.cp.rank)
+            start, stop = (max(each - (length - count), 0) for each in (start, stop))
+            return x.narrow(how.split_dim, start, stop - start)
         if isinstance(how, TokensOfItems):
             dim = how.split_dim
             items = x.unflatten(dim, (-1, self.lengths[self.plan.main]))
@@ -184,6 +191,11 @@ class SequenceSplit:
         if self.key_mask is not None:
             mask = self._next_mask(q.shape[0])
         layout = self.layout(q.shape[1], k.shape[1])
+        if self.window is not None and mask is None:
+            raise ValueError(
+                f"{self.name}: attention in a sliding window over several ranks needs the model's mask, which it does "
+                'not make for flash backends; use set_attention_backend("native")'
+            )
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
             raise ValueError(
@@ -530,7 +542,7 @@ def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[Remo
     """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
 
     def before(module: nn.Module, args: tuple) -> None:
-        split.reached = False
+        split.reached, split.window = False, getattr(module, "sliding_window", None)
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if split.reached or _may_be_cached(module):
