@@ -7,4 +7,5 @@ WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 # Also where diffusers has a plan that cannot be used.
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
+    "WanAnimate2Transformer3DModel": "its attention rotates, and masks in blocks, whole frames of a video",
 }
