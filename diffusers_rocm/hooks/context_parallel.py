@@ -25,10 +25,12 @@ from ..models.plans.context_plan import (
     Gather,
     InputPlan,
     KeyMask,
+    LastTokens,
     LeadingPart,
     LeadingTokens,
     ModulePlan,
     SplitAlready,
+    TokensOfItems,
     TrailingTokens,
 )
 from ..models.plans.plan import match
@@ -46,6 +48,7 @@ class SequenceSplit:
         self.cp, self.ring, self.ulysses, self.model = axes.context, axes.ring, axes.ulysses, axes.model
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.reached = False  # by the attention module that runs
+        self.window: int | None = None  # of that module
         self.keys_are_whole = False  # those of the attention that comes next
         self.queries_are_whole = False  # the same of its queries
         self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
@@ -67,6 +70,15 @@ class SequenceSplit:
             raise ValueError(
                 f"{self.name}: {what} should have {how.expected_dims} dims, and its shape is {[*x.shape]}"
             )
+        if isinstance(how, LastTokens):
+            length, count = self.lengths[self.plan.main], x.shape[how.split_dim]
+            ((start, stop),) = Layout((length,), self.ring, self.ulysses).runs(self.cp.rank)
+            start, stop = (max(each - (length - count), 0) for each in (start, stop))
+            return x.narrow(how.split_dim, start, stop - start)
+        if isinstance(how, TokensOfItems):
+            dim = how.split_dim
+            items = x.unflatten(dim, (-1, self.lengths[self.plan.main]))
+            return self.split(items, ContextParallelInput(dim + 1), what).flatten(dim, dim + 1)
         rest = []
         if isinstance(how, LeadingPart):
             length = self.lengths[self.plan.main]
@@ -183,6 +195,11 @@ class SequenceSplit:
         if self.key_mask is not None:
             mask = self._next_mask(q.shape[0])
         layout = self.layout(q.shape[1], k.shape[1])
+        if self.window is not None and mask is None:
+            raise ValueError(
+                f"{self.name}: attention in a sliding window over several ranks needs the model's mask, which it does "
+                'not make for flash backends; use set_attention_backend("native")'
+            )
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
             raise ValueError(
@@ -534,6 +551,7 @@ def _must_reach(module: nn.Module, path: str, alone: str | None, split: Sequence
 
     def before(module: nn.Module, args: tuple) -> None:
         split.reached, split.alone = False, alone
+        split.window = getattr(module, "sliding_window", None)
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if split.reached or _may_be_cached(module):

@@ -15,6 +15,14 @@ class LeadingPart(ContextParallelInput):
     """Something for all streams, of which the main one, its first tokens, is whole; the rest is split already."""
 
 
+class LastTokens(ContextParallelInput):
+    """Something for the main stream's last tokens only: each rank takes what belongs to its own."""
+
+
+class TokensOfItems(ContextParallelInput):
+    """A dim that holds the main stream's tokens for each item of the batch, one item after another."""
+
+
 class TrailingTokens:
     """An argument that counts the main stream's last tokens."""
 

@@ -57,12 +57,16 @@ class TensorParallelPlan:
         return Shard(0, (Block(count * dim, dim),))
 
     def blocks(self, layout: str, size: int, config: Mapping[str, Any], world: int) -> tuple[Block, ...]:
-        """The blocks of a dim of `size` elements that `layout` (`"heads+mlp"`, say) describes.
+        """The blocks of a dim of `size` elements that `layout` describes: `"heads+mlp"`, say, or `"heads*"`, which is
+        `"heads+heads+..."` as often as it fits.
 
         Raises:
             ValueError: the layout does not add up to `size`.
         """
         names = layout.split("+")
+        if layout.endswith("*"):
+            count, dim = (_value(size, config) for size in self.heads[layout[:-1]])
+            names = [layout[:-1]] * (size // (count * dim))
         sizes, units = [], []
         for name in names:
             if name == "mlp":

@@ -8,7 +8,7 @@ from .plan import TensorParallelPlan, at
 
 
 # q and k are normalised across all heads, before they are rotated.
-_ATTENTION = {
+WAN_ATTENTION = {
     "": "local:heads=heads",
     "to_q": "column:heads",
     "to_k": "column:heads",
@@ -20,8 +20,9 @@ _ATTENTION = {
     "to_out.0": "row:heads",
 }
 
-# The image's keys and values, of image to video with Wan 2.1.
-_IMAGE_ATTENTION = {
+# With the image's keys and values, of image to video with Wan 2.1.
+WAN_CROSS_ATTENTION = {
+    **WAN_ATTENTION,
     "add_k_proj?": "column:heads",
     "add_v_proj?": "column:heads",
     "norm_added_k?": "norm:heads",
@@ -29,8 +30,8 @@ _IMAGE_ATTENTION = {
 }
 
 WAN_BLOCK = {
-    **at("attn1", _ATTENTION),
-    **at("attn2", {**_ATTENTION, **_IMAGE_ATTENTION}),
+    **at("attn1", WAN_ATTENTION),
+    **at("attn2", WAN_CROSS_ATTENTION),
     **at("ffn", FEED_FORWARD),
 }
 

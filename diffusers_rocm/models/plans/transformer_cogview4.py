@@ -1,0 +1,31 @@
+"""CogView4."""
+
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+COGVIEW = {
+    **at("transformer_blocks.*.attn1", ATTENTION | ATTENTION_OUT),
+    **at("transformer_blocks.*.ff", FEED_FORWARD),
+    "transformer_blocks.*.norm1.linear": "modulation",
+    "norm_out.linear": "modulation",
+    "patch_embed": "replicate:few input channels, and one small Linear; every rank needs the output",
+    "time_condition_embed": "replicate:one row a step; every rank needs the output",
+    "proj_out": "replicate:few output channels",
+}
+
+TENSOR_PARALLEL_PLANS = {"CogView4Transformer2DModel": TensorParallelPlan(COGVIEW, embedding="time_condition_embed")}
+
+COGVIEW_SPLIT = {
+    "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
+    "proj_out": gather(),
+}
+
+# diffusers has none. Its processor makes a mask out of a rank's own tokens, which attention over all of them refuses;
+# no pipeline passes one.
+CONTEXT_PARALLEL_PLANS = {
+    "CogView4Transformer2DModel": ContextParallelPlan(
+        {**COGVIEW_SPLIT, "transformer_blocks.*": {"image_rotary_emb": split(0, 2)}}
+    )
+}

@@ -1,0 +1,43 @@
+import unittest
+
+import torch
+from diffusers import CogView4Transformer2DModel
+
+from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.plans import PlanTesterMixin
+
+
+class CogView4TransformerTesterConfig(BaseModelTesterConfig):
+    """Joint attention, one feed-forward for both streams."""
+
+    model_class = CogView4Transformer2DModel
+
+    def get_init_dict(self):
+        return {
+            "patch_size": 2,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 5,
+            "text_embed_dim": 18,
+            "time_embed_dim": 24,
+            "condition_dim": 6,
+            "pos_embed_max_size": 10,
+            "sample_size": 10,
+            "rope_axes_dim": (16, 16),
+        }
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {
+            "hidden_states": randn(batch_size, 4, 10, 6, seed=1),  # 15 tokens
+            "encoder_hidden_states": randn(batch_size, 11, 18, seed=2),
+            "timestep": torch.tensor([500.0, 250.0])[:batch_size],
+            "original_size": torch.tensor([[80.0, 48.0], [96.0, 64.0]])[:batch_size],
+            "target_size": torch.tensor([[80.0, 48.0], [80.0, 48.0]])[:batch_size],
+            "crop_coords": torch.tensor([[0.0, 0.0], [4.0, 8.0]])[:batch_size],
+        }
+
+
+class TestCogView4Transformer(CogView4TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
