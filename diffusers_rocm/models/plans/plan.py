@@ -47,6 +47,20 @@ class TensorParallelPlan:
                 shards[name] = Shard(0, self.blocks(layout, getattr(module, name), config, world))
         return shards
 
+    def slices(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:
+        """Parameter of the module -> its layout, for `"gate=0/heads,down_proj=1/mlp"`: dim 0 is dealt as the heads."""
+        shards = {}
+        for each in layouts.split(","):
+            name, _, where = each.partition("=")
+            dim, _, layout = where.partition("/")
+            size = getattr(module, name).shape[int(dim)]
+            if layout in self.heads:
+                blocks = (Block(size, size // _value(self.heads[layout][0], config)),)
+            else:
+                blocks = self.blocks(layout, size, config, world)
+            shards[name] = Shard(int(dim), blocks)
+        return shards
+
     def head_shard(self, name: str, config: Mapping[str, Any]) -> Shard:
         """The layout of a dim that holds these heads and nothing else."""
         count, dim = (_value(size, config) for size in self.heads[name])
