@@ -1,7 +1,8 @@
 """What a context-parallel plan is: data that says where a model's sequences are split and gathered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -13,6 +14,13 @@ class LeadingTokens:
 @dataclass(frozen=True)
 class LeadingPart(ContextParallelInput):
     """Something for all streams, of which the main one, its first tokens, is whole; the rest is split already."""
+
+
+@dataclass(frozen=True)
+class PerTokens:
+    """An argument that depends on how many tokens the main stream has: `function(it, all of them, those here)`."""
+
+    function: Callable[[Any, int, int], Any]
 
 
 class TrailingTokens:
@@ -40,7 +48,13 @@ class Gather(ContextParallelOutput):
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
 InputPlan = (
-    ContextParallelInput | LeadingTokens | TrailingTokens | KeyMask | Gather | Sequence[ContextParallelInput | None]
+    ContextParallelInput
+    | LeadingTokens
+    | TrailingTokens
+    | PerTokens
+    | KeyMask
+    | Gather
+    | Sequence[ContextParallelInput | None]
 )
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
@@ -64,6 +78,7 @@ class ContextParallelPlan:
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
             to split ones too: the attention that follows them is local.
         whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
+        causal: the stream whose tokens attend to those before them in it, where the others attend to all.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
 
@@ -77,6 +92,7 @@ class ContextParallelPlan:
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
     whole_queries: tuple[str, ...] = ()
+    causal: str | None = None
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
 
@@ -104,7 +120,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (LeadingTokens, TrailingTokens, KeyMask, Gather)):
+        if isinstance(how, (LeadingTokens, TrailingTokens, PerTokens, KeyMask, Gather)):
             return isinstance(key, str)
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
