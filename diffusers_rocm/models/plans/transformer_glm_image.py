@@ -14,7 +14,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("prior_projector", FEED_FORWARD),
             "transformer_blocks.*.norm1.linear": "gather",
             "norm_out.linear": "gather",
-            "prior_token_embedding": "replicate:a table, of which some rows are read",
+            "prior_token_embedding": "embedding",
             "time_condition_embed": "replicate:one row a step; every rank needs the output",
             "image_projector": "replicate:few input channels; every rank needs the output",
             "proj_out": "replicate:few output channels",
