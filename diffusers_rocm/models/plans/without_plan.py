@@ -2,9 +2,16 @@
 
 _NEITHER: dict[str, str] = {}
 
+_SANA = (
+    "its linear attention sums keys and values over all tokens, and its feed-forward convolves the whole image, both "
+    "inside one module"
+)
+
 WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 
 # Also where diffusers has a plan that cannot be used.
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
+    "SanaTransformer2DModel": _SANA,
+    "SanaVideoTransformer3DModel": _SANA,
 }
