@@ -106,7 +106,7 @@ def enable(
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
         if any(placement.style == "modulation" for placement in placements):
-            hooks.append(StepModulation(model, model.get_submodule(tp_plan.embedding)))
+            hooks.append(StepModulation(model, model.get_submodule(tp_plan.embedding), tp_plan.activated))
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 

@@ -25,6 +25,7 @@ class TensorParallelPlan:
             function of it. Where several query heads share a key and a value, the queries are dealt in such groups.
             The remaining elements of a dim belong to its `mlp` blocks.
         embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears.
+        activated: whether that output is their input as it is.
     """
 
     rules: Mapping[str, str]
@@ -32,6 +33,7 @@ class TensorParallelPlan:
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
     embedding: str | None = None
+    activated: bool = False
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         return {name: _value(count, config) for name, (count, _) in self.heads.items()}
