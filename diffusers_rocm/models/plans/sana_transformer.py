@@ -1,4 +1,4 @@
-"""Sana: linear attention, of which the state of each head is small, and convolutions for a feed-forward."""
+"""Sana and its ControlNet: linear attention, each head with a small state; convolutions for a feed-forward."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT
 from .plan import TensorParallelPlan, at
@@ -29,7 +29,6 @@ SANA_COMMON = {
     "time_embed.guidance_embedder?": "replicate:one row a step; every rank needs the output",
     "caption_projection.linear_1": "column:mlp",
     "caption_projection.linear_2": "row:mlp",
-    "proj_out": "replicate:few output channels",
 }
 
 TENSOR_PARALLEL_PLANS = {
@@ -38,7 +37,18 @@ TENSOR_PARALLEL_PLANS = {
             **at("transformer_blocks.*", SANA_BLOCK),
             **SANA_COMMON,
             "patch_embed": "replicate:few input channels; every rank needs the output",
+            "proj_out": "replicate:few output channels",
         },
         heads=SANA_HEADS,
-    )
+    ),
+    "SanaControlNetModel": TensorParallelPlan(
+        {
+            **at("transformer_blocks.*", SANA_BLOCK),
+            **SANA_COMMON,
+            "patch_embed": "replicate:few input channels; every rank needs the output",
+            "input_block": "gather",
+            "controlnet_blocks.*": "gather",
+        },
+        heads=SANA_HEADS,
+    ),
 }

@@ -11,6 +11,7 @@ TENSOR_PARALLEL_PLANS = {
             "transformer_blocks.*.ff.conv_temp": "conv_gather:mlp",
             **SANA_COMMON,
             "patch_embedding": "replicate:few input channels; every rank needs the output",
+            "proj_out": "replicate:few output channels",
         },
         heads=SANA_HEADS,
     )

@@ -13,5 +13,6 @@ WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
     "SanaTransformer2DModel": _SANA,
+    "SanaControlNetModel": _SANA,
     "SanaVideoTransformer3DModel": _SANA,
 }

@@ -1,7 +1,7 @@
 import unittest
 
 import torch
-from diffusers import SanaTransformer2DModel
+from diffusers import SanaControlNetModel, SanaTransformer2DModel
 
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.plans import PlanTesterMixin
@@ -52,6 +52,33 @@ class SanaSprintTransformerTesterConfig(SanaTransformerTesterConfig):
 
     def get_dummy_inputs(self, batch_size=1):
         return {**super().get_dummy_inputs(batch_size), "guidance": torch.tensor([0.4, 0.5])[:batch_size]}
+
+
+class SanaControlNetTesterConfig(SanaTransformerTesterConfig):
+    """The ControlNet; of its blocks all outputs are answers."""
+
+    model_class = SanaControlNetModel
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {**super().get_dummy_inputs(batch_size), "controlnet_cond": randn(batch_size, 4, 5, 3, seed=4)}
+
+
+class SanaControlledTransformerTesterConfig(SanaTransformerTesterConfig):
+    """With residuals of a ControlNet."""
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {
+            **super().get_dummy_inputs(batch_size),
+            "controlnet_block_samples": (randn(batch_size, 15, 40, seed=4),),
+        }
+
+
+class TestSanaControlNet(SanaControlNetTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestSanaControlledTransformer(SanaControlledTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
 
 
 class TestSanaTransformer(SanaTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
