@@ -29,6 +29,7 @@ from ..models.plans.context_plan import (
     LeadingPart,
     LeadingTokens,
     ModulePlan,
+    PerTokens,
     SplitAlready,
     TokensOfItems,
     TrailingTokens,
@@ -194,12 +195,15 @@ class SequenceSplit:
             return self.attend(every, k, v, mask, scale, is_causal, kernel).narrow(1, around[0], q.shape[1])
         if self.key_mask is not None:
             mask = self._next_mask(q.shape[0])
-        layout = self.layout(q.shape[1], k.shape[1])
         if self.window is not None and mask is None:
             raise ValueError(
                 f"{self.name}: attention in a sliding window over several ranks needs the model's mask, which it does "
                 'not make for flash backends; use set_attention_backend("native")'
             )
+        if is_causal and self.plan.causal is not None:
+            layout = Layout((self.lengths[self.plan.causal],), self.ring, self.ulysses)
+        else:
+            layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
             raise ValueError(
@@ -489,6 +493,10 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
                 continue
             if isinstance(how, SplitAlready):
                 split.lengths[key] = split.lengths[how.stream]
+                continue
+            if isinstance(how, PerTokens):
+                total = split.lengths[split.plan.main]
+                where[index] = how.function(value, total, split.leading(total))
                 continue
             if isinstance(how, KeyMask):
                 where[index] = split.mask_keys(value, how.stream)

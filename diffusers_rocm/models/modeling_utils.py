@@ -108,7 +108,7 @@ def enable(
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
         embedding = tp_plan.embedding_path(model.config)
         if embedding is not None and any(placement.style == "modulation" for placement in placements):
-            hooks.append(StepModulation(model, model.get_submodule(embedding)))
+            hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 

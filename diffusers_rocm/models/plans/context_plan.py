@@ -1,7 +1,8 @@
 """What a context-parallel plan is: data that says where a model's sequences are split and gathered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -21,6 +22,13 @@ class LastTokens(ContextParallelInput):
 
 class TokensOfItems(ContextParallelInput):
     """A dim that holds the main stream's tokens for each item of the batch, one item after another."""
+
+
+@dataclass(frozen=True)
+class PerTokens:
+    """An argument that depends on how many tokens the main stream has: `function(it, all of them, those here)`."""
+
+    function: Callable[[Any, int, int], Any]
 
 
 class TrailingTokens:
@@ -59,6 +67,7 @@ InputPlan = (
     | LeadingTokens
     | TrailingTokens
     | SplitAlready
+    | PerTokens
     | KeyMask
     | Gather
     | Sequence[ContextParallelInput | None]
@@ -86,6 +95,7 @@ class ContextParallelPlan:
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
             to split ones too: the attention that follows them is local.
         whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
+        causal: the stream whose tokens attend to those before them in it, where the others attend to all.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
 
@@ -100,6 +110,7 @@ class ContextParallelPlan:
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
     whole_queries: tuple[str, ...] = ()
+    causal: str | None = None
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
 
@@ -127,7 +138,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (LeadingTokens, TrailingTokens, SplitAlready, KeyMask)):
+        if isinstance(how, (LeadingTokens, TrailingTokens, SplitAlready, PerTokens, KeyMask)):
             return isinstance(key, str)
         if isinstance(how, Gather):
             return isinstance(key, str) and how.stream is not None

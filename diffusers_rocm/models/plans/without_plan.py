@@ -27,6 +27,11 @@ _NEITHER = {
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
 }
 
+_SANA = (
+    "its linear attention sums keys and values over all tokens, and its feed-forward convolves the whole image, both "
+    "inside one module"
+)
+
 WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 
 # Also where diffusers has a plan that cannot be used.
@@ -35,4 +40,7 @@ WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     "QwenImage21Transformer2DModel": "its attention is causal, run by run of text or picture, and to keys cached in "
     "an earlier step",
     "WanAnimate2Transformer3DModel": "its attention rotates, and masks in blocks, whole frames of a video",
+    "SanaTransformer2DModel": _SANA,
+    "SanaControlNetModel": _SANA,
+    "SanaVideoTransformer3DModel": _SANA,
 }
