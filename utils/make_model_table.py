@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ def digest(model: torch.nn.Module) -> str:
         said += [dict(plan.rules), blocks, plan.embedding_path(model.config)]
     if plan := CONTEXT_PARALLEL_PLANS.get(name):
         said.append(plan)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    without_addresses = re.sub(r" at 0x\w+", "", repr(said))
+    return hashlib.sha256(without_addresses.encode()).hexdigest()[:16]
 
 
 def run() -> dict:
