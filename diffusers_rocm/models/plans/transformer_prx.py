@@ -21,9 +21,8 @@ TENSOR_PARALLEL_PLANS = {
             "blocks.*.gate_proj": "column:mlp",
             "blocks.*.up_proj": "column:mlp",
             "blocks.*.down_proj": "row:mlp",
-            # Not computed at once: its input may be a sum of two embeddings.
-            "blocks.*.modulation.lin": "gather",
-            "final_layer.adaLN_modulation.1": "gather",
+            "blocks.*.modulation.lin": "modulation",
+            "final_layer.adaLN_modulation.1": "modulation",
             "final_layer.linear": "replicate:few output channels",
             "img_in": "replicate:few input channels; every rank needs the output",
             "txt_in": "replicate:one small Linear; every rank needs the output",
@@ -31,6 +30,8 @@ TENSOR_PARALLEL_PLANS = {
             "resolution_embedder?": "replicate:one row a step; every rank needs the output",
         },
         heads={"heads": ("num_heads", lambda config: config["hidden_size"] // config["num_heads"])},
+        # With the resolution their input is a sum of two embeddings, which no module makes.
+        embedding=lambda config: None if config.get("resolution_embeds") else "time_in",
     )
 }
 
