@@ -72,6 +72,9 @@ class StepModulation:
         for_each_token = embedding.shape[:-1].numel() > len(embedding)  # all Linears' outputs together would be large
         if torch.is_grad_enabled() or unready or for_each_token or not self._in_forward:
             return
+        if self._linears[0].ready is not None:  # the second embedding of a step: each Linear sees which it is given
+            self._end()
+            return
         x = embedding if self._activated else F.silu(embedding)
         local = torch.cat([F.linear(x, linear.weight, linear.bias) for linear in self._linears], dim=-1)
         stacked = all_gather_stacked(F.pad(local, (0, self._longest - local.shape[-1])), self._axis)

@@ -5,6 +5,7 @@ from diffusers import FluxTransformer2DModel
 from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
+from .transformer_flux import IP_ADAPTER, IP_ADAPTER_KEYS
 
 
 # FLUX.1 without modulation Linears: the modulation of all blocks comes out of one MLP, a row each.
@@ -17,6 +18,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("single_transformer_blocks.*.attn", ATTENTION),
             "single_transformer_blocks.*.proj_mlp": "column:mlp",
             "single_transformer_blocks.*.proj_out": "row:heads+mlp",
+            **IP_ADAPTER,
             "distilled_guidance_layer.layers.*.linear_1": "column:mlp",
             "distilled_guidance_layer.layers.*.linear_2": "row:mlp",
             "distilled_guidance_layer.out_proj": "gather",
@@ -38,6 +40,7 @@ CONTEXT_PARALLEL_PLANS = {
                 "controlnet_single_block_samples": split(1, 3),
             },
             "proj_out": gather(),
-        }
+        },
+        whole_keys=IP_ADAPTER_KEYS,
     )
 }

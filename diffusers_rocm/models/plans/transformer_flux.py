@@ -31,12 +31,17 @@ _COMMON = {
     "time_text_embed": "replicate:one row a step; every rank needs the output",
 }
 
+IP_ADAPTER = {
+    **at("transformer_blocks.*.attn", {"processor?": "flux_ip_adapter"}),
+    **at("transformer_blocks.*.attn.processor", {"to_k_ip.*?": "column:heads", "to_v_ip.*?": "column:heads"}),
+    "encoder_hid_proj?": "replicate:the image projection of an IP-Adapter, a few tokens a picture",
+}
+IP_ADAPTER_KEYS = ("transformer_blocks.*.attn.processor.to_k_ip.*",)
+
 FLUX_TRANSFORMER = TensorParallelPlan(
     {
         **_COMMON,
-        **at("transformer_blocks.*.attn", {"processor?": "flux_ip_adapter"}),
-        **at("transformer_blocks.*.attn.processor", {"to_k_ip.*?": "column:heads", "to_v_ip.*?": "column:heads"}),
-        "encoder_hid_proj?": "replicate:the image projection of an IP-Adapter, a few tokens a picture",
+        **IP_ADAPTER,
         "norm_out.linear": "modulation",
         "proj_out": "replicate:few output channels",
     },
@@ -72,7 +77,7 @@ CONTEXT_PARALLEL_PLANS = {
             },
             "proj_out": gather(),
         },
-        whole_keys=("transformer_blocks.*.attn.processor.to_k_ip.*",),
+        whole_keys=IP_ADAPTER_KEYS,
     ),
     # diffusers has none.
     "FluxControlNetModel": ContextParallelPlan(

@@ -29,8 +29,7 @@ TENSOR_PARALLEL_PLANS = {
             "double_stream_modulation_img.linear": "modulation",
             "double_stream_modulation_txt.linear": "modulation",
             "single_stream_modulation.linear": "modulation",
-            # Not with the modulation: a step that fills klein's cache embeds the references' timestep in between.
-            "norm_out.linear": "gather",
+            "norm_out.linear": "modulation",
             "context_embedder": "gather",
             "x_embedder": "replicate:few input channels; every rank needs the output",
             "time_guidance_embed": "replicate:one row a step; every rank needs the output",

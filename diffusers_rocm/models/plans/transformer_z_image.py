@@ -11,9 +11,11 @@ _BLOCK = {
     "feed_forward.w3": "column:mlp",
     "feed_forward.w2": "row:mlp",
 }
-# Of the embedded timestep itself, without SiLU.
-_MODULATED_BLOCK = {**_BLOCK, "adaLN_modulation.0": "gather"}
-_CONTROL_BLOCK = {**_MODULATED_BLOCK, "before_proj?": "gather", "after_proj?": "gather"}
+# Of the embedded timestep itself, without SiLU. Omni embeds two in a step.
+_MODULATED_BLOCK = {**_BLOCK, "adaLN_modulation.0": "modulation"}
+# The modules that embed the timestep are the transformer's.
+_REFINER_BLOCK = {**_BLOCK, "adaLN_modulation.0": "gather"}
+_CONTROL_BLOCK = {**_REFINER_BLOCK, "before_proj?": "gather", "after_proj?": "gather"}
 
 _HEADS = {"heads": ("n_heads", lambda config: config["dim"] // config["n_heads"])}
 
@@ -32,6 +34,8 @@ TENSOR_PARALLEL_PLANS = {
             "t_embedder": "replicate:one row a step; every rank needs the output",
         },
         heads=_HEADS,
+        embedding="t_embedder",
+        activated=True,
     ),
     "ZImageControlNetModel": TensorParallelPlan(
         {
@@ -39,7 +43,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("control_noise_refiner.*", _CONTROL_BLOCK, optional=True),
             "control_all_x_embedder.*": "replicate:few input channels; every rank needs the output",
             # The rest are the transformer's own modules, which may be sharded already.
-            **at("noise_refiner.*", _MODULATED_BLOCK, optional=True),
+            **at("noise_refiner.*", _REFINER_BLOCK, optional=True),
             **at("context_refiner.*", _BLOCK, optional=True),
             "all_x_embedder.*?": "replicate:few input channels; every rank needs the output",
             "cap_embedder?": "replicate:one small Linear; every rank needs the output",

@@ -2,9 +2,15 @@ import unittest
 
 import torch
 from diffusers import ChromaTransformer2DModel
+from parameterized import parameterized
 
+from diffusers_rocm import ParallelConfig
+
+from ...testing_utils import relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils.plans import PlanTesterMixin
+from .test_models_transformer_flux import ip_adapter_state_dict
 
 
 class ChromaTransformerTesterConfig(BaseModelTesterConfig):
@@ -48,3 +54,29 @@ class ChromaTransformerTesterConfig(BaseModelTesterConfig):
 
 class TestChromaTransformer(ChromaTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
+
+
+@torch.no_grad()
+def ip_adapter_worker(degrees: dict[str, int]) -> tuple[float, float]:
+    """Error with an IP-Adapter, which is FLUX.1's, and what it changes at all."""
+    config = ChromaTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(2)
+    plain = config.get_output(model, inputs)
+    model._load_ip_adapter_weights([ip_adapter_state_dict(model, 10)])
+    for block in model.transformer_blocks:
+        block.attn.processor.scale = [0.7]
+
+    def output() -> torch.Tensor:
+        prompt = {"ip_adapter_image_embeds": [randn(2, 1, 10, seed=30)]}
+        return config.get_output(model, {**inputs, "joint_attention_kwargs": prompt})
+
+    reference = output()
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    return relative_l2(output(), reference), relative_l2(plain, reference)
+
+
+class TestChromaIPAdapter(unittest.TestCase):
+    @parameterized.expand([("TP", {"tp": 2}), ("ring", {"ring": 2})])
+    def test_parity(self, name, degrees):
+        for error, effect in run_ranks(2, ip_adapter_worker, degrees):
+            assert error <= FLOAT32_BAR and effect > 1e-3, (error, effect)
