@@ -43,8 +43,8 @@ RUN = ROOT / "docs" / "benchmarks" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
 
 
-def variants() -> dict[str, BaseModelTesterConfig]:
-    """The configs of all tests of plans, by the name of the test."""
+def variants() -> dict[str, tuple[BaseModelTesterConfig, list[str]]]:
+    """By the name of the test: the config of each test of plans, and the strategies that it can have."""
     found = {}
     for package in (tests.models.transformers, tests.models.controlnets):
         for module in pkgutil.iter_modules(package.__path__):
@@ -54,22 +54,23 @@ def variants() -> dict[str, BaseModelTesterConfig]:
                 continue
             for name, each in names.items():
                 if isinstance(each, type) and issubclass(each, PlanTesterMixin) and each is not PlanTesterMixin:
-                    found[name.removeprefix("Test")] = each().config, each.strategies
+                    strategies = [strategy for strategy in STRATEGIES if strategy not in each.cannot]
+                    found[name.removeprefix("Test")] = each().config, strategies
     return found
 
 
-def default_model(name: str) -> torch.nn.Module:
+def real_model(config: BaseModelTesterConfig) -> torch.nn.Module:
+    """The class's default model, of real size."""
     with torch.device("meta"):
-        return getattr(diffusers, name)()
+        return config.model_class(**config.real_init_dict)
 
 
-def digest(name: str) -> str:
+def digest(model: torch.nn.Module) -> str:
     """Of what the plans of a class say."""
-    said = []
+    said, name = [], type(model).__name__
     if plan := TENSOR_PARALLEL_PLANS.get(name):
-        config = default_model(name).config
-        blocks = {block: plan.head_shard(block, config) for block in plan.heads}
-        said += [dict(plan.rules), blocks, plan.embedding]
+        blocks = {block: plan.head_shard(block, model.config) for block in plan.heads}
+        said += [dict(plan.rules), blocks, plan.embedding_path(model.config)]
     if plan := CONTEXT_PARALLEL_PLANS.get(name):
         said.append(plan)
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
@@ -79,12 +80,13 @@ def run() -> dict:
     rows: dict[str, dict] = {}
     for name, (config, strategies) in variants().items():
         cls = config.model_class.__name__
-        row = rows.setdefault(cls, {"plans": digest(cls), "errors": {}})
-        if cls in TENSOR_PARALLEL_PLANS and "replicated" not in row:
-            report = verify_plan(default_model(cls), 4)
-            row["parameters"] = sum(p.numel() for p in default_model(cls).parameters())
-            row["replicated"] = report.replicated_bytes / report.full_bytes
-        errors = row["errors"][name] = {}
+        if cls not in rows:
+            model = real_model(config)
+            rows[cls] = {"plans": digest(model), "parameters": model.num_parameters(), "errors": {}}
+            if cls in TENSOR_PARALLEL_PLANS:
+                report = verify_plan(model, 4)
+                rows[cls]["replicated"] = report.replicated_bytes / report.full_bytes
+        errors = rows[cls]["errors"][name] = {}
         for strategy in strategies:
             degrees, batch_size = STRATEGIES[strategy]
             results = run_ranks(math.prod(degrees.values()), parity_worker, config, degrees, batch_size)
@@ -149,11 +151,12 @@ def exported() -> Iterator[str]:
 
 def complaints(run: dict) -> Iterator[str]:
     tested = variants()
+    models = {config.model_class.__name__: real_model(config) for config, _ in tested.values()}
     planned = TENSOR_PARALLEL_PLANS.keys() | CONTEXT_PARALLEL_PLANS.keys()
     for name in sorted(planned & set(exported())):
         if name not in run["classes"]:
             yield f"{name} has a plan and was not run"
-        elif run["classes"][name]["plans"] != digest(name):
+        elif name in models and run["classes"][name]["plans"] != digest(models[name]):
             yield f"the plans of {name} have changed since the run"
     ran = {name: set(errors) for row in run["classes"].values() for name, errors in row["errors"].items()}
     for name, (_, strategies) in tested.items():

@@ -29,6 +29,8 @@ from ..models.plans.context_plan import (
     LeadingPart,
     LeadingTokens,
     ModulePlan,
+    PerTokens,
+    SplitAlready,
     TokensOfItems,
     TrailingTokens,
 )
@@ -52,6 +54,7 @@ class SequenceSplit:
         self.queries_are_whole = False  # the same of its queries
         self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
         self._masked_items = 0  # of the batch, for which attention has taken it
+        self.alone: str | None = None  # the only stream that the attention module that runs is over
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model
@@ -133,7 +136,9 @@ class SequenceSplit:
         """Of all streams that this forward split, joined, or of the main one: whichever has this many tokens here."""
         streams = tuple(self.lengths[stream] for stream in self.plan.streams if stream in self.lengths)
         candidates = [Layout(streams, self.ring, self.ulysses)] if streams else []
-        if self.plan.main in self.lengths:
+        if self.alone is not None:
+            candidates = [Layout((self.lengths[self.alone],), self.ring, self.ulysses)]
+        elif self.plan.main in self.lengths:
             candidates.append(Layout((self.lengths[self.plan.main],), self.ring, self.ulysses))
         for layout in candidates:
             if queries == keys == layout.length(self.cp.rank):
@@ -190,12 +195,15 @@ class SequenceSplit:
             return self.attend(every, k, v, mask, scale, is_causal, kernel).narrow(1, around[0], q.shape[1])
         if self.key_mask is not None:
             mask = self._next_mask(q.shape[0])
-        layout = self.layout(q.shape[1], k.shape[1])
         if self.window is not None and mask is None:
             raise ValueError(
                 f"{self.name}: attention in a sliding window over several ranks needs the model's mask, which it does "
                 'not make for flash backends; use set_attention_backend("native")'
             )
+        if is_causal and self.plan.causal is not None:
+            layout = Layout((self.lengths[self.plan.causal],), self.ring, self.ulysses)
+        else:
+            layout = self.layout(q.shape[1], k.shape[1])
         whole = mask is not None and sum(layout.streams) in mask.shape[-2:]
         if not self.plan.ordered and len(layout.streams) > 1 and (is_causal or whole):
             raise ValueError(
@@ -378,8 +386,9 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     for rule, modules in found.items():
         for path, module in modules:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
+    alone = {path: stream for _, stream, modules in match(model, plan.alone) for path, _ in modules}
     for path, module in parallel:
-        hooks += _must_reach(module, path, split)
+        hooks += _must_reach(module, path, alone.get(path), split)
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_makes_whole_keys(split)) for _, layer in layers]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
@@ -486,6 +495,13 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
                 count = split.leading if isinstance(how, LeadingTokens) else split.trailing
                 where[index] = count(value)
                 continue
+            if isinstance(how, SplitAlready):
+                split.lengths[key] = split.lengths[how.stream]
+                continue
+            if isinstance(how, PerTokens):
+                total = split.lengths[split.plan.main]
+                where[index] = how.function(value, total, split.leading(total))
+                continue
             if isinstance(how, KeyMask):
                 where[index] = split.mask_keys(value, how.stream)
                 continue
@@ -549,11 +565,12 @@ def _has_whole_keys(split: SequenceSplit) -> Callable:
     return hook
 
 
-def _must_reach(module: nn.Module, path: str, split: SequenceSplit) -> list[RemovableHandle]:
+def _must_reach(module: nn.Module, path: str, alone: str | None, split: SequenceSplit) -> list[RemovableHandle]:
     """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
 
     def before(module: nn.Module, args: tuple) -> None:
-        split.reached, split.window = False, getattr(module, "sliding_window", None)
+        split.reached, split.alone = False, alone
+        split.window = getattr(module, "sliding_window", None)
 
     def after(module: nn.Module, args: tuple, output: Any) -> None:
         if split.reached or _may_be_cached(module):

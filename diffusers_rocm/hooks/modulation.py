@@ -15,9 +15,13 @@ from .tensor_parallel_layers import ModulationLinear
 
 
 class StepModulation:
-    """Hooks that compute the modulation of a model when `source`, which makes the step's embedding, has run."""
+    """Hooks that compute the modulation of a model when `source`, which makes the step's embedding, has run.
 
-    def __init__(self, model: nn.Module, source: nn.Module):
+    The Linears take SiLU of it, or it as it is if `activated`.
+    """
+
+    def __init__(self, model: nn.Module, source: nn.Module, activated: bool = False):
+        self._activated = activated
         self._linears = [module for module in model.modules() if isinstance(module, ModulationLinear)]
         self._axis = axis = self._linears[0].sharding.axis
         sizes = [linear.sharding.shards["weight"].sizes(axis.size) for linear in self._linears]
@@ -65,11 +69,12 @@ class StepModulation:
         # computes its own.
         like = embedding.device, embedding.dtype
         unready = any((linear.weight.device, linear.weight.dtype) != like for linear in self._linears)
-        if torch.is_grad_enabled() or unready or not self._in_forward:
+        for_each_token = embedding.shape[:-1].numel() > len(embedding)  # all Linears' outputs together would be large
+        if torch.is_grad_enabled() or unready or for_each_token or not self._in_forward:
             return
-        x = F.silu(embedding)
+        x = embedding if self._activated else F.silu(embedding)
         local = torch.cat([F.linear(x, linear.weight, linear.bias) for linear in self._linears], dim=-1)
         stacked = all_gather_stacked(F.pad(local, (0, self._longest - local.shape[-1])), self._axis)
-        gathered = stacked.transpose(0, 1).flatten(1).index_select(1, source.modulation_order)
+        gathered = stacked.movedim(0, -2).flatten(-2).index_select(-1, source.modulation_order)
         for linear, output in zip(self._linears, gathered.split(self._features, dim=-1), strict=True):
             linear.ready = output.contiguous()  # as a Linear's own output is: models take views of it

@@ -52,10 +52,17 @@ STYLES: dict[str, Style] = {
     "row": Style((nn.Linear,), layers.RowParallelLinear, weight_dim=1, bias_dim=None),
     "gather": Style((nn.Linear,), layers.GatheredColumnLinear, weight_dim=0, bias_dim=0),
     "modulation": Style((nn.Linear,), layers.ModulationLinear, weight_dim=0, bias_dim=0),
-    "norm": Style((nn.RMSNorm, DiffusersRMSNorm), layers.ShardedRMSNorm, weight_dim=0, bias_dim=0),
+    "embedding": Style((nn.Embedding,), layers.GatheredEmbedding, weight_dim=1),
+    "conv_column": Style((nn.Conv2d,), layers.ColumnParallelConv2d, weight_dim=0, bias_dim=0),
+    "conv_depthwise": Style((nn.Conv2d,), layers.DepthwiseConv2d, weight_dim=0, bias_dim=0),
+    "conv_row": Style((nn.Conv2d,), layers.RowParallelConv2d, weight_dim=1, bias_dim=None),
+    "conv_gather": Style((nn.Conv2d,), layers.GatheredColumnConv2d, weight_dim=0, bias_dim=0),
+    "norm": Style((nn.RMSNorm, DiffusersRMSNorm, nn.LayerNorm), layers.across_heads, weight_dim=0, bias_dim=0),
     "head_norm": Style(becomes=layers.of_local_heads),
     "local": Style(),
     "output": Style(becomes=layers.with_local_output),
+    "slices": Style(),
+    "partial": Style(becomes=layers.with_partial_output),
     "flux_ip_adapter": Style((FluxIPAdapterAttnProcessor,), layers.ShardedFluxIPAdapterAttnProcessor),
     "replicate": Style(),
 }
@@ -114,15 +121,18 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
                         "parallelism on the unquantised model, then quantise its shards"
                     )
                 blocks = plan.blocks(argument or "mlp", module.weight.shape[style.weight_dim], model.config, world)
-                short = [block for block in blocks if block.size // block.unit < world]
-                if short:
-                    raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
             local = {}
             if name == "local":
                 local = plan.attributes(argument, module, model.config, world)
             elif name == "output":
                 local = {"output": plan.head_shard(argument, model.config)}
-            placements.append(Placement(path, module, name, style.shards(module, blocks), local))
+            shards = style.shards(module, blocks)
+            if name in ("slices", "partial"):
+                shards = plan.slices(argument, module, model.config, world)
+            short = [block for shard in shards.values() for block in shard.blocks if block.size // block.unit < world]
+            if short:
+                raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
+            placements.append(Placement(path, module, name, shards, local))
     return placements
 
 
@@ -183,7 +193,8 @@ def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> tor
     """
     sharding = module.sharding
     axis, shard, shape = sharding.axis, sharding.shards[name], sharding.shapes[name]
-    local, like = getattr(module, name), module.weight
+    local = getattr(module, name)
+    like = module.weight if local is None else local
     full = like.new_empty(shape) if assemble else None
     sources = range(axis.size) if shard.dim is not None else (0,)
     for rank in sources:

@@ -90,6 +90,65 @@ class ModulationLinear(GatheredColumnLinear):
         return super().forward(x) if ready is None or len(ready) != len(x) else ready
 
 
+class GatheredEmbedding(nn.Embedding):
+    """A slice of the features of a table's rows, which are gathered."""
+
+    sharding: Sharding
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        axis = self.sharding.axis
+        return gather_from_axis(super().forward(index), self.sharding.shards["weight"].sizes(axis.size), axis)
+
+
+class ColumnParallelConv2d(nn.Conv2d):
+    """A slice of the output channels; the input is replicated, the output stays sharded."""
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(copy_to_axis(x, self.sharding.axis))
+
+
+class GatheredColumnConv2d(ColumnParallelConv2d):
+    """A slice of the output channels; the output is gathered."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        axis = self.sharding.axis
+        return gather_from_axis(super().forward(x), self.sharding.shards["weight"].sizes(axis.size), axis, 1)
+
+
+class DepthwiseConv2d(nn.Conv2d):
+    """Channels each by itself, of which a rank has those of its input."""
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = len(self.weight)
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, groups)
+
+
+class RowParallelConv2d(nn.Conv2d):
+    """A slice of the input channels; the input is sharded, the output is the sum over the ranks."""
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return reduce_from_axis(super().forward(x).contiguous(), self.sharding.axis)
+
+
+@functools.cache
+def with_partial_output(cls: type[nn.Module]) -> type[nn.Module]:
+    """`cls`, of whose parameters each rank has slices such that its output is a part of a sum (packed experts)."""
+
+    @stands_in_for(cls)
+    class WithPartialOutput(cls):
+        def forward(self, x, *args, **kwargs):
+            axis = self.sharding.axis
+            return reduce_from_axis(super().forward(copy_to_axis(x, axis), *args, **kwargs), axis)
+
+    return WithPartialOutput
+
+
 @functools.cache
 def of_local_heads(cls: type[nn.Module]) -> type[nn.Module]:
     """`cls`, a norm within a head: replicated, but each rank sees its own heads only, so the gradients are summed."""
@@ -147,6 +206,28 @@ class ShardedRMSNorm(nn.Module):
         normed = (x.float() * torch.rsqrt(squares / full + eps) * self.weight.float()).to(self.weight.dtype)
         bias = getattr(self, "bias", None)
         return normed if bias is None else normed + bias
+
+
+class ShardedLayerNorm(nn.Module):
+    """LayerNorm over a dim that is sharded: one gather of a mean and a variance a row, in float32."""
+
+    sharding: Sharding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        axis, shard = self.sharding.axis, self.sharding.shards["weight"]
+        variance, mean = torch.var_mean(x.float(), -1, correction=0)
+        parts = gather_from_axis(torch.stack([mean, variance], -1), (2,) * axis.size, axis)
+        means, variances = copy_to_axis(parts, axis).unflatten(-1, (axis.size, 2)).unbind(-1)
+        share = torch.tensor(shard.sizes(axis.size), dtype=means.dtype, device=x.device) / sum(shard.sizes(axis.size))
+        mean = (means * share).sum(-1, keepdim=True)
+        variance = ((variances + (means - mean).square()) * share).sum(-1, keepdim=True)
+        normed = (x.float() - mean) * torch.rsqrt(variance + self.eps) * self.weight.float()
+        return (normed if self.bias is None else normed + self.bias.float()).to(x.dtype)
+
+
+def across_heads(cls: type[nn.Module]) -> type[nn.Module]:
+    """The sharded form of a norm over all heads."""
+    return ShardedLayerNorm if cls is nn.LayerNorm else ShardedRMSNorm
 
 
 class ShardedFluxIPAdapterAttnProcessor(FluxIPAdapterAttnProcessor):

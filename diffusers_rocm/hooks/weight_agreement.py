@@ -6,16 +6,21 @@ from torch import nn
 from ..distributed.agreement import agree, fingerprint
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
+from .tensor_parallel import sharded_modules
 
 
 def first_difference(model: nn.Module, axis: Axis) -> str | None:
     """The name of the first parameter or buffer that is not bit-equal on all ranks; None where all are.
 
+    Modules that are sharded already, as those of another model, hold slices, and are passed over.
+
     Raises:
         ValueError: the ranks hold different models: names the first parameter or buffer that has another shape or
             dtype on some rank, or is not there, on every rank.
     """
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    cut = {id(getattr(module, name)) for module in sharded_modules(model) for name in module.sharding.shards}
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors = {name: x for name, x in named.items() if id(x) not in cut}
     agree("models", {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}, axis)
     rows = all_gather_int64(torch.stack([fingerprint(x).cpu() for x in tensors.values()]), axis)
     differing = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()

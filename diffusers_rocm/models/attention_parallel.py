@@ -381,6 +381,8 @@ def _spread_mask(mask: Tensor, q: Tensor, k: Tensor, layout: Layout, cp: Axis) -
     if mask.ndim == 2 and mask.shape[0] == batch and mask.shape[1] in (keys, everything):
         mask = mask[:, None, None]
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    for dim in (1, 2):  # of heads and queries, where it was expanded
+        mask = mask.narrow(dim, 0, 1) if mask.stride(dim) == 0 else mask
     rows, columns = mask.shape[-2:]
     if rows == everything:
         mask = layout.take(mask, -2, layout.rank)

@@ -100,6 +100,7 @@ def enable(
     hooks = split_sequences(model, split) if split is not None else []
     if differ:
         sharded = {id(p.module) for p in placements if p.shards and axes.tp.size > 1}
+        sharded |= {id(module) for module in sharded_modules(model) if module.sharding.shards}
         _broadcast_unsharded(model, sharded, axes.world)
     model.parallelism = Parallelism(config, axes, hooks)
     _ever_parallel.add(model)
@@ -107,7 +108,7 @@ def enable(
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
         embedding = tp_plan.embedding_path(model.config)
         if embedding is not None and any(placement.style == "modulation" for placement in placements):
-            hooks.append(StepModulation(model, model.get_submodule(embedding)))
+            hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 

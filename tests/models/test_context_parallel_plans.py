@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.distributed.mesh import Axes
 from diffusers_rocm.hooks.context_parallel import SequenceSplit, split_sequences
-from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, LeadingTokens, gather, split
+from diffusers_rocm.models.plans.context_plan import (
+    ContextParallelPlan,
+    KeyMask,
+    LeadingTokens,
+    SplitAlready,
+    TrailingTokens,
+    gather,
+    split,
+)
+from diffusers_rocm.models.plans.plan import match
 
 from ..testing_utils import relative_l2, run_ranks
 from .testing_utils.common import randn
@@ -137,6 +146,8 @@ class TestPlans(unittest.TestCase):
             ("gathered inputs", {**IMAGE, "proj_out": {"hidden_states": gather()}}, "'proj_out'"),
             ("split outputs", {**IMAGE, "proj_out": [split(1, 3)]}, "'proj_out'"),
             ("nothing", {**IMAGE, "proj_out": None}, "'proj_out': None cannot be"),
+            ("gathered inputs of no stream", {**IMAGE, "blocks": {"text": gather()}}, "'blocks'"),
+            ("a mask of outputs", {**IMAGE, "blocks": {0: KeyMask("hidden_states")}}, "'blocks'"),
             ("a count of outputs", {**IMAGE, "blocks": {0: LeadingTokens()}}, "'blocks'"),
             ("counts in a list", {**IMAGE, "blocks": {"counts": [LeadingTokens()]}}, "'blocks'"),
         ]
@@ -150,6 +161,15 @@ class TestPlans(unittest.TestCase):
         lists = {"blocks.0": {"residuals": (split(1, 3), None)}, "blocks.1": [gather(), None]}
         rope = {"rope": {0: split(0, 2, output=True)}, "proj_out": ContextParallelOutput(1)}
         assert ContextParallelPlan({**IMAGE, **lists, **rope, "blocks.2": {"num_tokens": LeadingTokens()}})
+        text = {"text": gather(stream="text"), "mask": KeyMask("text"), "count": TrailingTokens()}
+        assert ContextParallelPlan({**IMAGE, "blocks.2": text, "blocks.-1": {"text": SplitAlready("hidden_states")}})
+
+    def test_indices_from_the_end(self):
+        model = nn.Sequential(nn.ModuleList(nn.Identity() for _ in range(5)))
+        model.config = {"decoders": 2, "none": 0}
+        rules = dict.fromkeys(("0.-1", "0.-decoders", "0.-none?"))
+        found = [[path for path, _ in modules] for _, _, modules in match(model, rules)]
+        assert found == [["0.4"], ["0.3"], []]
 
     def test_another_main_stream(self):
         plan = ContextParallelPlan({"": {"latents": split(1, 3)}}, streams=("latents",), main="latents")

@@ -18,7 +18,7 @@ TENSOR_PARALLEL_PLANS: dict[str, TensorParallelPlan] = {}
 CONTEXT_PARALLEL_PLANS: dict[str, ContextParallelPlan] = {}
 
 for _file in pkgutil.iter_modules(__path__):
-    if "transformer" in _file.name or "controlnet" in _file.name:
+    if any(word in _file.name for word in ("transformer", "controlnet", "nextdit")):
         _family = importlib.import_module(f"{__name__}.{_file.name}")
         TENSOR_PARALLEL_PLANS |= getattr(_family, "TENSOR_PARALLEL_PLANS", {})
         CONTEXT_PARALLEL_PLANS |= getattr(_family, "CONTEXT_PARALLEL_PLANS", {})

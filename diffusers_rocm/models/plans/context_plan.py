@@ -1,7 +1,8 @@
 """What a context-parallel plan is: data that says where a model's sequences are split and gathered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
@@ -23,8 +24,22 @@ class TokensOfItems(ContextParallelInput):
     """A dim that holds the main stream's tokens for each item of the batch, one item after another."""
 
 
+@dataclass(frozen=True)
+class PerTokens:
+    """An argument that depends on how many tokens the main stream has: `function(it, all of them, those here)`."""
+
+    function: Callable[[Any, int, int], Any]
+
+
 class TrailingTokens:
     """An argument that counts the main stream's last tokens."""
+
+
+@dataclass(frozen=True)
+class SplitAlready:
+    """A stream of tokens that is split, and has become as long as another stream."""
+
+    stream: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,14 @@ class Gather(ContextParallelOutput):
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
 InputPlan = (
-    ContextParallelInput | LeadingTokens | TrailingTokens | KeyMask | Gather | Sequence[ContextParallelInput | None]
+    ContextParallelInput
+    | LeadingTokens
+    | TrailingTokens
+    | SplitAlready
+    | PerTokens
+    | KeyMask
+    | Gather
+    | Sequence[ContextParallelInput | None]
 )
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
@@ -61,17 +83,19 @@ class ContextParallelPlan:
         modules: as diffusers' `_cp_plan`: module path (`*` for one component) -> how its arguments, its outputs
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
-            list in the plan says. An argument that is split already may be gathered. Hooks run in the order of the
-            rules. A trailing `?` marks a path or an argument that a model of the class may lack; the index -1 is the
-            last of a list.
+            list in the plan says. An argument that is split already is gathered where its stream is named. Hooks run
+            in the order of the rules. A trailing `?` marks a path or an argument that a model of the class may lack.
+            An index may count from a list's end: -1, or -KEY for a number in the model's config.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
+        alone: paths of attention modules -> the one stream that they are over, where that is not `main`.
         whole: paths of attention modules that see no split sequence among their keys (the text alone, or
             cross-attention): they are left alone.
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
             to split ones too: the attention that follows them is local.
         whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
+        causal: the stream whose tokens attend to those before them in it, where the others attend to all.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
 
@@ -82,9 +106,11 @@ class ContextParallelPlan:
     modules: Mapping[str, ModulePlan]
     streams: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     main: str = "hidden_states"
+    alone: Mapping[str, str] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
     whole_queries: tuple[str, ...] = ()
+    causal: str | None = None
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
 
@@ -112,8 +138,10 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (LeadingTokens, TrailingTokens, KeyMask, Gather)):
+        if isinstance(how, (LeadingTokens, TrailingTokens, SplitAlready, PerTokens, KeyMask)):
             return isinstance(key, str)
+        if isinstance(how, Gather):
+            return isinstance(key, str) and how.stream is not None
         return isinstance(how, ContextParallelInput) and how.split_output == isinstance(key, int)
 
 
@@ -132,5 +160,5 @@ def split_leading(dim: int, dims: int) -> LeadingPart:
 
 
 def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
-    """Gather an output, or an argument, of `dims` dims along `dim`; it holds tokens of the main stream if not given."""
+    """Gather an output, or an argument, of `dims` dims along `dim`: of `main`, or of another stream of tokens."""
     return Gather(gather_dim=dim, expected_dims=dims, stream=stream)

@@ -26,6 +26,7 @@ class TensorParallelPlan:
             The remaining elements of a dim belong to its `mlp` blocks.
         embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears, or a
             function of the config that gives it; None where there is none, and each Linear gathers its own output.
+        activated: whether that output is their input as it is.
     """
 
     rules: Mapping[str, str]
@@ -33,6 +34,7 @@ class TensorParallelPlan:
         default_factory=lambda: {"heads": ("num_attention_heads", "attention_head_dim")}
     )
     embedding: str | Callable[[Mapping[str, Any]], str | None] | None = None
+    activated: bool = False
 
     def embedding_path(self, config: Mapping[str, Any]) -> str | None:
         return self.embedding(config) if callable(self.embedding) else self.embedding
@@ -49,6 +51,20 @@ class TensorParallelPlan:
                 shards[name] = self.head_shard(layout, config)
             else:
                 shards[name] = Shard(0, self.blocks(layout, getattr(module, name), config, world))
+        return shards
+
+    def slices(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:
+        """Parameter of the module -> its layout, for `"gate=0/heads,down_proj=1/mlp"`: dim 0 is dealt as the heads."""
+        shards = {}
+        for each in layouts.split(","):
+            name, _, where = each.partition("=")
+            dim, _, layout = where.partition("/")
+            size = getattr(module, name).shape[int(dim)]
+            if layout in self.heads:
+                blocks = (Block(size, size // _value(self.heads[layout][0], config)),)
+            else:
+                blocks = self.blocks(layout, size, config, world)
+            shards[name] = Shard(int(dim), blocks)
         return shards
 
     def head_shard(self, name: str, config: Mapping[str, Any]) -> Shard:
@@ -111,13 +127,17 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
 
 
 def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order; `-1` in a path is the last member of a list."""
+    """`(rule, style, [(path, module), ...])` for every rule, in order.
+
+    An index in a rule may count from a list's end: -1, or -KEY for a number in the model's config.
+    """
     modules = [(path, path.split("."), module) for path, module in model.named_modules()]
     for rule, style in rules.items():
         pattern = rule.removesuffix("?").split(".")
-        if "-1" in pattern:
-            last = pattern.index("-1")
-            pattern[last] = str(len(model.get_submodule(".".join(pattern[:last]))) - 1)
+        for index, part in enumerate(pattern):
+            if part.startswith("-"):
+                back = int(part[1:]) if part[1:].isdigit() else model.config[part[1:]]
+                pattern[index] = str(len(model.get_submodule(".".join(pattern[:index]))) - back)
         found = [
             (path, module)
             for path, parts, module in modules

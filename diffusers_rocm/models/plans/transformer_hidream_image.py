@@ -33,7 +33,7 @@ _BLOCK = {
     **at("ff_i.experts.*", _FEED_FORWARD, optional=True),
     **at("ff_i.shared_experts", _FEED_FORWARD, optional=True),
     "ff_i.gate?": "replicate:the router: a row for each expert",
-    "adaLN_modulation.1": "gather",
+    "adaLN_modulation.1": "modulation",
 }
 
 TENSOR_PARALLEL_PLANS = {
@@ -44,12 +44,15 @@ TENSOR_PARALLEL_PLANS = {
             ),
             **at("single_stream_blocks.*.block", _BLOCK),
             "caption_projection.*.linear": "gather",
-            "final_layer.adaLN_modulation.1": "gather",
+            "final_layer.adaLN_modulation.1": "modulation",
             "final_layer.linear": "replicate:few output channels",
             "x_embedder": "replicate:few input channels; every rank needs the output",
             "t_embedder": "replicate:one row a step; every rank needs the output",
             "p_embedder": "replicate:one row a step; every rank needs the output",
-        }
+        },
+        # No module makes the sum of the two embeddings.
+        embedding="double_stream_blocks.0.block.adaLN_modulation.0",
+        activated=True,
     )
 }
 

@@ -12,15 +12,15 @@ TENSOR_PARALLEL_PLANS = {
             "layers.*.feed_forward.w1": "column:mlp",
             "layers.*.feed_forward.w3": "column:mlp",
             "layers.*.feed_forward.w2": "row:mlp",
-            # Not computed at once: there may be a timestep for each token.
-            "layers.*.adaln_modulation": "gather",
+            "layers.*.adaln_modulation": "modulation",
             "llm_cond_proj": "gather",
             "t_embedding": "replicate:one row a step; every rank needs the output",
             "adaln_proj": "replicate:one row a step; every rank needs the output",
             "input_proj": "replicate:few input channels; every rank needs the output",
             "embed_image_indicator": "replicate:two rows",
             "final_layer": "replicate:few output channels, and a row a step",
-        }
+        },
+        embedding="adaln_proj",
     )
 }
 

@@ -49,7 +49,7 @@ CONTEXT_PARALLEL_PLANS = {
         {
             "noise_refiner.0": _SPLIT,
             "noise_refiner.*": _TOKENS,
-            "noise_refiner.1": gather(),
+            "noise_refiner.-1": gather(),
             "layers.0": _SPLIT,
             "layers.*": _TOKENS,
             "norm_out": gather(),

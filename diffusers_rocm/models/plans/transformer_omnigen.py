@@ -13,7 +13,7 @@ TENSOR_PARALLEL_PLANS = {
             "layers.*.mlp.gate_up_proj": "column:mlp+mlp",
             "layers.*.mlp.down_proj": "row:mlp",
             "norm_out.linear": "gather",
-            "embed_tokens": "replicate:a table of words, of which a few rows are read",
+            "embed_tokens": "embedding",
             "patch_embedding": "replicate:few input channels, and a table of positions",
             "time_token": "replicate:one row a step; every rank needs the output",
             "t_embedder": "replicate:one row a step; every rank needs the output",

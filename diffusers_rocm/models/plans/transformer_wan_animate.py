@@ -24,7 +24,7 @@ CONTEXT_PARALLEL_PLANS = {
     "WanAnimateTransformer3DModel": ContextParallelPlan(
         {
             **{path: how for path, how in WAN_SPLIT.items() if path},
-            "face_adapter.*": {"hidden_states": gather(), 0: split(1, 3, output=True)},
+            "face_adapter.*": {"hidden_states": gather(stream="hidden_states"), 0: split(1, 3, output=True)},
         },
         streams=("hidden_states",),
         whole=("blocks.*.attn2", "face_adapter.*"),

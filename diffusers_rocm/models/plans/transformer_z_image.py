@@ -1,28 +1,29 @@
-"""Z-Image: Turbo, Base, Omni."""
+"""Z-Image: Turbo, Base, Omni, and their ControlNets."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
 
-BLOCK = {
+_BLOCK = {
     **at("attention", ATTENTION | ATTENTION_OUT),
     "feed_forward.w1": "column:mlp",
     "feed_forward.w3": "column:mlp",
     "feed_forward.w2": "row:mlp",
 }
 # Of the embedded timestep itself, without SiLU.
-MODULATED_BLOCK = {**BLOCK, "adaLN_modulation.0": "gather"}
+_MODULATED_BLOCK = {**_BLOCK, "adaLN_modulation.0": "gather"}
+_CONTROL_BLOCK = {**_MODULATED_BLOCK, "before_proj?": "gather", "after_proj?": "gather"}
 
-HEADS = {"heads": ("n_heads", lambda config: config["dim"] // config["n_heads"])}
+_HEADS = {"heads": ("n_heads", lambda config: config["dim"] // config["n_heads"])}
 
 TENSOR_PARALLEL_PLANS = {
     "ZImageTransformer2DModel": TensorParallelPlan(
         {
-            **at("layers.*", MODULATED_BLOCK),
-            **at("noise_refiner.*", MODULATED_BLOCK),
-            **at("context_refiner.*", BLOCK),
-            **at("siglip_refiner.*", BLOCK, optional=True),
+            **at("layers.*", _MODULATED_BLOCK),
+            **at("noise_refiner.*", _MODULATED_BLOCK),
+            **at("context_refiner.*", _BLOCK),
+            **at("siglip_refiner.*", _BLOCK, optional=True),
             "all_final_layer.*.adaLN_modulation.1": "gather",
             "all_final_layer.*.linear": "replicate:few output channels",
             "all_x_embedder.*": "replicate:few input channels; every rank needs the output",
@@ -30,8 +31,22 @@ TENSOR_PARALLEL_PLANS = {
             "siglip_embedder?": "replicate:one small Linear; every rank needs the output",
             "t_embedder": "replicate:one row a step; every rank needs the output",
         },
-        heads=HEADS,
-    )
+        heads=_HEADS,
+    ),
+    "ZImageControlNetModel": TensorParallelPlan(
+        {
+            **at("control_layers.*", _CONTROL_BLOCK),
+            **at("control_noise_refiner.*", _CONTROL_BLOCK, optional=True),
+            "control_all_x_embedder.*": "replicate:few input channels; every rank needs the output",
+            # The rest are the transformer's own modules, which may be sharded already.
+            **at("noise_refiner.*", _MODULATED_BLOCK, optional=True),
+            **at("context_refiner.*", _BLOCK, optional=True),
+            "all_x_embedder.*?": "replicate:few input channels; every rank needs the output",
+            "cap_embedder?": "replicate:one small Linear; every rank needs the output",
+            "t_embedder?": "replicate:one row a step; every rank needs the output",
+        },
+        heads=_HEADS,
+    ),
 }
 
 # diffusers has none. The image is split while it is refined by itself, then joined, and split again with its text. The
@@ -44,7 +59,7 @@ CONTEXT_PARALLEL_PLANS = {
             "": {"controlnet_block_samples": split(1, 3)},
             "noise_refiner.0": {"x": split(1, 3)},
             "noise_refiner.*": _TOKENS,
-            "noise_refiner.1": gather(),
+            "noise_refiner.-1": gather(),
             "layers.0": {"x": split(1, 3)},
             "layers.*": _TOKENS,
             "all_final_layer.*": {"noise_mask?": split(1, 2)},
@@ -53,5 +68,20 @@ CONTEXT_PARALLEL_PLANS = {
         streams=("x",),
         main="x",
         whole=("context_refiner.*.attention", "siglip_refiner.*.attention"),
-    )
+    ),
+    # Each layer adds its hint to those before it. The refiners stay whole: most are the transformer's own.
+    "ZImageControlNetModel": ContextParallelPlan(
+        {
+            "control_layers.0": {"c": split(1, 3)},
+            "control_layers.*": {"x": split(1, 3), "freqs_cis": split(1, 3)},
+            "control_layers.-1": gather(2, 4),
+        },
+        streams=("x",),
+        main="x",
+        whole=(
+            "control_noise_refiner.*.attention",
+            "noise_refiner.*.attention",
+            "context_refiner.*.attention",
+        ),
+    ),
 }

@@ -11,6 +11,7 @@ from ...testing_utils import relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin, enable
 from ..testing_utils.parallelism import FLOAT32_BAR, TensorParallelTesterMixin
+from ..testing_utils.plans import PlanTesterMixin
 from ..transformers.test_models_transformer_flux import FLUX_INIT, flux_inputs
 
 
@@ -23,6 +24,10 @@ class FluxControlNetTesterConfig(BaseModelTesterConfig):
 
     def get_dummy_inputs(self, batch_size=1):
         return {**flux_inputs(batch_size, guidance=True), "controlnet_cond": randn(batch_size, 35, 16, seed=4)}
+
+
+class TestFluxControlNet(FluxControlNetTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
 
 
 class TestFluxControlNetTensorParallel(FluxControlNetTesterConfig, TensorParallelTesterMixin, unittest.TestCase):

@@ -82,7 +82,6 @@ def without_communication_worker(config: BaseModelTesterConfig) -> float:
 class PlanTesterMixin:
     """Add to a `BaseModelTesterConfig` of a class with plans."""
 
-    strategies = tuple(STRATEGIES)
     # Strategy -> part of the message, where the class has no such plan, or the inputs cannot be split.
     cannot: dict[str, str] = {}
 

@@ -26,6 +26,7 @@ from ..testing_utils.parallelism import (
     _same_state,
     weighted_backward,
 )
+from ..testing_utils.plans import PlanTesterMixin
 
 
 def flux_inputs(batch_size: int, guidance: bool) -> dict:
@@ -89,6 +90,14 @@ class TestFluxTransformerContextParallel(FluxTransformerTesterConfig, ContextPar
 
 
 class TestFluxTransformerAnyMesh(FluxTransformerTesterConfig, AnyMeshTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestFluxTransformer(FluxTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestFluxSchnellTransformer(FluxSchnellTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
 

@@ -54,6 +54,27 @@ class GlmImageMaskedTransformerTesterConfig(GlmImageTransformerTesterConfig):
         return {**super().get_dummy_inputs(batch_size), "attention_mask": mask}
 
 
+class GlmImageCachedTransformerTesterConfig(GlmImageTransformerTesterConfig):
+    """Keys and values of a picture to edit are kept in a first forward, for a second one."""
+
+    cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "queries to")
+
+    def get_output(self, model, inputs):
+        caches = diffusers.models.transformers.transformer_glm_image.GlmImageKVCache(model.config.num_layers)
+        caches.set_mode("write")
+        batch_size = len(inputs["hidden_states"])
+        for item in range(batch_size):
+            first = {name: value[item : item + 1] for name, value in inputs.items()}
+            model(**first, kv_caches=caches)
+            caches.next_sample()
+        caches.set_mode("read")
+        return super().get_output(model, {**inputs, "kv_caches": caches})
+
+
+class TestGlmImageCachedTransformer(GlmImageCachedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
 class TestGlmImageTransformer(GlmImageTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 

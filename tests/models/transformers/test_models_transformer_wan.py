@@ -7,6 +7,7 @@ from ..testing_utils.any_mesh import AnyMeshTesterMixin
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin
 from ..testing_utils.parallelism import TensorParallelTesterMixin
+from ..testing_utils.plans import PlanTesterMixin
 
 
 class WanTransformerTesterConfig(BaseModelTesterConfig):
@@ -91,4 +92,16 @@ class TestWanImageToVideoTransformerContextParallel(
 class TestWanTI2VTransformerContextParallel(
     WanTI2VTransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase
 ):
+    pass
+
+
+class TestWanTransformer(WanTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestWanImageToVideoTransformer(WanImageToVideoTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestWanTI2VTransformer(WanTI2VTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass

@@ -1,0 +1,32 @@
+"""CogVideoX 1.0 and 1.5: text to video, image to video, Fun."""
+
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+# Attention over [text | video]. The step's embedding may be the sum of two, so the modulation is computed one by one.
+COGVIDEOX = {
+    **at("transformer_blocks.*.attn1", ATTENTION | ATTENTION_OUT),
+    **at("transformer_blocks.*.ff", FEED_FORWARD),
+    "transformer_blocks.*.norm1.linear": "gather",
+    "transformer_blocks.*.norm2.linear": "gather",
+    "norm_out.linear": "gather",
+    "patch_embed": "replicate:few input channels, a small Linear for the text, positions; every rank needs the output",
+    "time_embedding": "replicate:one row a step; every rank needs the output",
+    "ofs_embedding?": "replicate:one row a step; every rank needs the output",
+    "proj_out": "replicate:few output channels",
+}
+
+TENSOR_PARALLEL_PLANS = {"CogVideoXTransformer3DModel": TensorParallelPlan(COGVIDEOX)}
+
+# diffusers has none.
+CONTEXT_PARALLEL_PLANS = {
+    "CogVideoXTransformer3DModel": ContextParallelPlan(
+        {
+            "": {"image_rotary_emb": split(0, 2)},
+            "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
+            "proj_out": gather(),
+        },
+    )
+}

@@ -1,0 +1,36 @@
+"""EasyAnimate 5.1: text to video, inpainting, control."""
+
+from .building_blocks import FEED_FORWARD, JOINT_ATTENTION
+from .context_plan import ContextParallelPlan, gather, split
+from .plan import TensorParallelPlan, at
+
+
+TENSOR_PARALLEL_PLANS = {
+    "EasyAnimateTransformer3DModel": TensorParallelPlan(
+        {
+            **at("transformer_blocks.*.attn1", JOINT_ATTENTION),
+            **at("transformer_blocks.*.ff", FEED_FORWARD),
+            **at("transformer_blocks.*.txt_ff", FEED_FORWARD),
+            "transformer_blocks.*.norm1.linear": "modulation",
+            "transformer_blocks.*.norm2.linear": "modulation",
+            "norm_out.linear": "modulation",
+            "text_proj": "replicate:one small Linear; every rank needs the output",
+            "text_proj_t5?": "replicate:one small Linear; every rank needs the output",
+            "time_embedding": "replicate:one row a step; every rank needs the output",
+            "proj": "replicate:few input channels; every rank needs the output",
+            "proj_out": "replicate:few output channels",
+        },
+        embedding="time_embedding",
+    )
+}
+
+# diffusers has none.
+CONTEXT_PARALLEL_PLANS = {
+    "EasyAnimateTransformer3DModel": ContextParallelPlan(
+        {
+            "rope_embedding": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
+            "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
+            "proj_out": gather(),
+        },
+    )
+}
