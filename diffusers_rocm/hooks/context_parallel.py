@@ -398,6 +398,10 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
     hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
     processors = {id(module.processor): module.processor for _, module in parallel}
+    # `set_attn_processor(one)` gives it to all modules, those that are left alone as well.
+    alone = [module for _, _, found in match(model, dict.fromkeys(plan.whole)) for _, module in found]
+    shared = [module for module in alone if id(getattr(module, "processor", None)) in processors]
+    hooks += [module.register_forward_pre_hook(_has_whole_keys(split)) for module in shared]
     return hooks + [SplitProcessor(processor, split) for processor in processors.values()]
 
 
@@ -550,6 +554,13 @@ def _makes_whole_keys(split: SequenceSplit) -> Callable:
 def _whole_queries(split: SequenceSplit, are: bool) -> Callable:
     def hook(*_) -> None:
         split.queries_are_whole = are
+
+    return hook
+
+
+def _has_whole_keys(split: SequenceSplit) -> Callable:
+    def hook(module: nn.Module, args: tuple) -> None:
+        split.keys_are_whole = True
 
     return hook
 

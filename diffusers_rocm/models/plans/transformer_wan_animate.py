@@ -10,7 +10,7 @@ TENSOR_PARALLEL_PLANS = {
     "WanAnimateTransformer3DModel": TensorParallelPlan(
         {
             **WAN,
-            **at("face_adapter.*", {**ATTENTION, "to_out": "row:heads"}),
+            **at("face_adapter.*", {**ATTENTION, "to_kv?": "column:heads+heads", "to_out": "row:heads"}),
             "pose_patch_embedding": "replicate:few input channels; every rank needs the output",
             "motion_encoder": "replicate:convolutions over the face video",
             "face_encoder": "replicate:convolutions over time, of a few tokens a frame",

@@ -37,6 +37,20 @@ class PixArtTransformerTesterConfig(BaseModelTesterConfig):
         }
 
 
+class FusedPixArtTransformerTesterConfig(PixArtTransformerTesterConfig):
+    """Fused projections, for which one processor serves attention to the image and to the text."""
+
+    without_effect = {
+        "transformer_blocks.*.attn1.to_[qkv].*": "to_qkv is in their place",
+        "transformer_blocks.*.attn2.to_[kv].*": "to_kv is in their place",
+    }
+
+    def get_model(self, *args, **kwargs):
+        model = super().get_model(*args, **kwargs)
+        model.fuse_qkv_projections()
+        return model
+
+
 class PixArtAlphaTransformerTesterConfig(PixArtTransformerTesterConfig):
     """Alpha, which is told size and aspect ratio; with a mask for the image."""
 
@@ -57,6 +71,10 @@ class PixArtAlphaTransformerTesterConfig(PixArtTransformerTesterConfig):
 
 
 class TestPixArtTransformer(PixArtTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestFusedPixArtTransformer(FusedPixArtTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
 
