@@ -15,8 +15,9 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
-from ..hooks.context_parallel import SequenceSplit, SplitProcessor, attention_modules, split_sequences
+from ..hooks.context_parallel import attention_modules, split_sequences
 from ..hooks.modulation import StepModulation
+from ..hooks.sequence_split import SequenceSplit, SplitProcessor
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
     resolve,

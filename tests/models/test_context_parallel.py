@@ -31,7 +31,7 @@ from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import ContextParallelConfig
-from diffusers_rocm.hooks.context_parallel import SequenceSplit
+from diffusers_rocm.hooks.sequence_split import SequenceSplit
 from diffusers_rocm.models.attention_dispatch import wrap_backend
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.distributed.mesh import Axes
-from diffusers_rocm.hooks.context_parallel import SequenceSplit, split_sequences
+from diffusers_rocm.hooks.context_parallel import split_sequences
+from diffusers_rocm.hooks.sequence_split import SequenceSplit
 from diffusers_rocm.models.plans.context_plan import (
     ContextParallelPlan,
     KeyMask,
-    LeadingTokens,
     SplitAlready,
-    TrailingTokens,
     gather,
+    leading_count,
     split,
+    trailing_count,
 )
 from diffusers_rocm.models.plans.plan import match
 
@@ -148,8 +149,8 @@ class TestPlans(unittest.TestCase):
             ("nothing", {**IMAGE, "proj_out": None}, "'proj_out': None cannot be"),
             ("gathered inputs of no stream", {**IMAGE, "blocks": {"text": gather()}}, "'blocks'"),
             ("a mask of outputs", {**IMAGE, "blocks": {0: KeyMask("hidden_states")}}, "'blocks'"),
-            ("a count of outputs", {**IMAGE, "blocks": {0: LeadingTokens()}}, "'blocks'"),
-            ("counts in a list", {**IMAGE, "blocks": {"counts": [LeadingTokens()]}}, "'blocks'"),
+            ("a count of outputs", {**IMAGE, "blocks": {0: leading_count()}}, "'blocks'"),
+            ("counts in a list", {**IMAGE, "blocks": {"counts": [leading_count()]}}, "'blocks'"),
         ]
     )
     def test_message(self, name, modules, part):
@@ -160,8 +161,8 @@ class TestPlans(unittest.TestCase):
     def test_what_fits(self):
         lists = {"blocks.0": {"residuals": (split(1, 3), None)}, "blocks.1": [gather(), None]}
         rope = {"rope": {0: split(0, 2, output=True)}, "proj_out": ContextParallelOutput(1)}
-        assert ContextParallelPlan({**IMAGE, **lists, **rope, "blocks.2": {"num_tokens": LeadingTokens()}})
-        text = {"text": gather(stream="text"), "mask": KeyMask("text"), "count": TrailingTokens()}
+        assert ContextParallelPlan({**IMAGE, **lists, **rope, "blocks.2": {"num_tokens": leading_count()}})
+        text = {"text": gather(stream="text"), "mask": KeyMask("text"), "count": trailing_count()}
         assert ContextParallelPlan({**IMAGE, "blocks.2": text, "blocks.-1": {"text": SplitAlready("hidden_states")}})
 
     def test_indices_from_the_end(self):

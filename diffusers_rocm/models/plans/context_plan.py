@@ -4,35 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-
-
-class LeadingTokens:
-    """An argument that counts the main stream's first tokens, which the model treats apart."""
+from torch import Tensor
 
 
 @dataclass(frozen=True)
-class LeadingPart(ContextParallelInput):
-    """Something for all streams, of which the main one, its first tokens, is whole; the rest is split already."""
+class ByTokens:
+    """An argument that goes with the main stream's tokens in a way of its own.
 
+    A rank with the tokens from `start` to `stop`, of `total`, is given `function(it, total, start, stop)` instead.
+    """
 
-class LastTokens(ContextParallelInput):
-    """Something for the main stream's last tokens only: each rank takes what belongs to its own."""
-
-
-class TokensOfItems(ContextParallelInput):
-    """A dim that holds the main stream's tokens for each item of the batch, one item after another."""
-
-
-@dataclass(frozen=True)
-class PerTokens:
-    """An argument that depends on how many tokens the main stream has: `function(it, all of them, those here)`."""
-
-    function: Callable[[Any, int, int], Any]
-
-
-class TrailingTokens:
-    """An argument that counts the main stream's last tokens."""
+    function: Callable[[Any, int, int, int], Any]
 
 
 @dataclass(frozen=True)
@@ -62,16 +46,7 @@ class Gather(ContextParallelOutput):
 
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
-InputPlan = (
-    ContextParallelInput
-    | LeadingTokens
-    | TrailingTokens
-    | SplitAlready
-    | PerTokens
-    | KeyMask
-    | Gather
-    | Sequence[ContextParallelInput | None]
-)
+InputPlan = ContextParallelInput | ByTokens | SplitAlready | KeyMask | Gather | Sequence[ContextParallelInput | None]
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
 
@@ -138,7 +113,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (LeadingTokens, TrailingTokens, SplitAlready, PerTokens, KeyMask)):
+        if isinstance(how, (ByTokens, SplitAlready, KeyMask)):
             return isinstance(key, str)
         if isinstance(how, Gather):
             return isinstance(key, str) and how.stream is not None
@@ -154,11 +129,44 @@ def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 
-def split_leading(dim: int, dims: int) -> LeadingPart:
-    """Split what a tensor of `dims` dims holds along `dim` for the main stream: its first tokens, all of them."""
-    return LeadingPart(split_dim=dim, expected_dims=dims)
-
-
 def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
     """Gather an output, or an argument, of `dims` dims along `dim`: of `main`, or of another stream of tokens."""
     return Gather(gather_dim=dim, expected_dims=dims, stream=stream)
+
+
+def leading_count() -> ByTokens:
+    """How many of the main stream's first tokens, which the model treats apart, are here."""
+    return ByTokens(lambda count, total, start, stop: min(max(count - start, 0), stop - start))
+
+
+def trailing_count() -> ByTokens:
+    """How many of the main stream's last tokens are here."""
+    return ByTokens(lambda count, total, start, stop: max(stop - max(start, total - count), 0))
+
+
+def split_leading(dim: int) -> ByTokens:
+    """A tensor for all streams, of which the main one, its first tokens, is whole and the rest is split already."""
+    return ByTokens(
+        lambda x, total, start, stop: torch.cat(
+            [x.narrow(dim, start, stop - start), x.narrow(dim, total, x.shape[dim] - total)], dim
+        )
+    )
+
+
+def split_trailing(dim: int) -> ByTokens:
+    """A tensor for the main stream's last tokens only."""
+
+    def function(x: Tensor, total: int, start: int, stop: int) -> Tensor:
+        before = total - x.shape[dim]
+        return x.narrow(dim, max(start - before, 0), max(stop - before, 0) - max(start - before, 0))
+
+    return ByTokens(function)
+
+
+def split_each_item(dim: int) -> ByTokens:
+    """A tensor that holds, along `dim`, the main stream's tokens for each item of the batch, one after another."""
+    return ByTokens(
+        lambda x, total, start, stop: (
+            x.unflatten(dim, (-1, total)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+        )
+    )

@@ -1,6 +1,6 @@
 """Latte."""
 
-from .context_plan import ContextParallelPlan, TokensOfItems, gather, split
+from .context_plan import ContextParallelPlan, gather, split, split_each_item
 from .pixart_transformer_2d import PIXART, PIXART_BLOCK
 from .plan import TensorParallelPlan, at
 
@@ -15,7 +15,7 @@ CONTEXT_PARALLEL_PLANS = {
     "LatteTransformer3DModel": ContextParallelPlan(
         {
             "transformer_blocks.0": {"hidden_states": split(1, 3)},
-            "temporal_transformer_blocks.*": {"timestep": TokensOfItems(0, 2)},
+            "temporal_transformer_blocks.*": {"timestep": split_each_item(0)},
             "proj_out": gather(),
         },
         streams=("hidden_states",),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .context_plan import ContextParallelPlan, PerTokens, gather, split
+from .context_plan import ByTokens, ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -47,11 +47,11 @@ TENSOR_PARALLEL_PLANS = {
 }
 
 
-def _of_all_tokens(kwargs: dict[str, Any] | None, total: int, here: int) -> dict[str, Any] | None:
+def _of_all_tokens(kwargs: dict[str, Any] | None, total: int, start: int, stop: int) -> dict[str, Any] | None:
     """Proportional attention: its scale is a logarithm of the tokens, which the processor counts here."""
     if not kwargs or kwargs.get("base_sequence_length") is None:
         return kwargs
-    base = kwargs["base_sequence_length"] ** (math.log(here) / math.log(total))
+    base = kwargs["base_sequence_length"] ** (math.log(stop - start) / math.log(total))
     return {**kwargs, "base_sequence_length": base}
 
 
@@ -62,7 +62,7 @@ CONTEXT_PARALLEL_PLANS = {
         {
             "patch_embedder": {3: split(1, 3, output=True)},
             "layers.0": {"hidden_states": split(1, 3)},
-            "layers.*": {"cross_attention_kwargs": PerTokens(_of_all_tokens)},
+            "layers.*": {"cross_attention_kwargs": ByTokens(_of_all_tokens)},
             "norm_out": gather(),
         },
         streams=("hidden_states",),

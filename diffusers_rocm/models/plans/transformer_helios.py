@@ -1,7 +1,7 @@
 """Helios."""
 
 from .building_blocks import FEED_FORWARD
-from .context_plan import ContextParallelPlan, TrailingTokens, gather, split
+from .context_plan import ContextParallelPlan, gather, split, trailing_count
 from .plan import TensorParallelPlan, at
 
 
@@ -45,7 +45,7 @@ CONTEXT_PARALLEL_PLANS = {
             "blocks.*": {
                 "temb": split(1, 4),
                 "rotary_emb": split(1, 3),
-                "original_context_length": TrailingTokens(),
+                "original_context_length": trailing_count(),
             },
             "blocks.-1": gather(),
         },

@@ -58,14 +58,14 @@ TENSOR_PARALLEL_PLANS = {
 
 # diffusers has none. Every block takes the text, and with it one more layer of Llama: [image | T5, Llama | Llama].
 # All text has the same position, and where its ids are made it is split already.
-_IMAGE_IS_WHOLE = {"hidden_states_masks": split_leading(1, 2)}
+_IMAGE_IS_WHOLE = {"hidden_states_masks": split_leading(1)}
 
 CONTEXT_PARALLEL_PLANS = {
     "HiDreamImageTransformer2DModel": ContextParallelPlan(
         {
             "": {"encoder_hidden_states_t5": split(-2, 3), "encoder_hidden_states_llama3": split(-2, 4)},
             "x_embedder": {"latent": split(1, 3)},
-            "pe_embedder": {"ids": split_leading(1, 3)},
+            "pe_embedder": {"ids": split_leading(1)},
             "double_stream_blocks.*": _IMAGE_IS_WHOLE,
             "single_stream_blocks.*": _IMAGE_IS_WHOLE,
             "final_layer": gather(),

@@ -1,7 +1,7 @@
 """HunyuanVideo, its image to video (also by token replacement), and what FramePack shares with it."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, JOINT_ATTENTION
-from .context_plan import ContextParallelPlan, LeadingTokens, gather, split
+from .context_plan import ContextParallelPlan, gather, leading_count, split
 from .plan import TensorParallelPlan, at
 
 
@@ -46,8 +46,8 @@ CONTEXT_PARALLEL_PLANS = {
             "rope": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
             "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
             # Image to video by token replacement modulates the first frame by itself.
-            "transformer_blocks.*": {"num_tokens?": LeadingTokens()},
-            "single_transformer_blocks.*": {"num_tokens?": LeadingTokens()},
+            "transformer_blocks.*": {"num_tokens?": leading_count()},
+            "single_transformer_blocks.*": {"num_tokens?": leading_count()},
             "proj_out": gather(),
         },
         streams=("hidden_states", "encoder_hidden_states"),

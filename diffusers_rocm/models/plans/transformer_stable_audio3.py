@@ -1,6 +1,6 @@
 """Stable Audio 3."""
 
-from .context_plan import ContextParallelPlan, LastTokens, LeadingTokens, gather, split
+from .context_plan import ContextParallelPlan, gather, leading_count, split, split_trailing
 from .plan import TensorParallelPlan, at
 
 
@@ -41,7 +41,7 @@ CONTEXT_PARALLEL_PLANS = {
         {
             "rotary_pos_emb": {0: split(0, 2, output=True)},
             "transformer_blocks.0": {"hidden_states": split(1, 3)},
-            "transformer_blocks.*": {"local_seq": LastTokens(1, 3), "num_memory_tokens": LeadingTokens()},
+            "transformer_blocks.*": {"local_seq": split_trailing(1), "num_memory_tokens": leading_count()},
             "transformer_blocks.-1": gather(),
         },
         streams=("hidden_states",),

@@ -8,7 +8,7 @@ from parameterized import parameterized
 
 import diffusers_rocm
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.hooks.context_parallel import SequenceSplit
+from diffusers_rocm.hooks.sequence_split import SequenceSplit
 from diffusers_rocm.hooks.tensor_parallel import resolve
 from diffusers_rocm.models.plans import get_tensor_parallel_plan
 
