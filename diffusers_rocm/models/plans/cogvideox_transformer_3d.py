@@ -5,20 +5,25 @@ from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
 
-# Attention over [text | video]. The step's embedding may be the sum of two, so the modulation is computed one by one.
+# Attention over [text | video].
 COGVIDEOX = {
     **at("transformer_blocks.*.attn1", ATTENTION | ATTENTION_OUT),
     **at("transformer_blocks.*.ff", FEED_FORWARD),
-    "transformer_blocks.*.norm1.linear": "gather",
-    "transformer_blocks.*.norm2.linear": "gather",
-    "norm_out.linear": "gather",
+    "transformer_blocks.*.norm1.linear": "modulation",
+    "transformer_blocks.*.norm2.linear": "modulation",
+    "norm_out.linear": "modulation",
     "patch_embed": "replicate:few input channels, a small Linear for the text, positions; every rank needs the output",
     "time_embedding": "replicate:one row a step; every rank needs the output",
     "ofs_embedding?": "replicate:one row a step; every rank needs the output",
     "proj_out": "replicate:few output channels",
 }
 
-TENSOR_PARALLEL_PLANS = {"CogVideoXTransformer3DModel": TensorParallelPlan(COGVIDEOX)}
+# Image to video of 1.5 adds a second embedding to the step's.
+TENSOR_PARALLEL_PLANS = {
+    "CogVideoXTransformer3DModel": TensorParallelPlan(
+        COGVIDEOX, embedding=lambda config: None if config["ofs_embed_dim"] else "time_embedding"
+    )
+}
 
 # diffusers has none.
 CONTEXT_PARALLEL_PLANS = {

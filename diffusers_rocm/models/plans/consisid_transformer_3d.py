@@ -34,6 +34,7 @@ TENSOR_PARALLEL_PLANS = {
             "cross": ("cross_attn_num_heads", "cross_attn_dim_head"),
             "face": ("LFE_num_heads", "LFE_dim_head"),
         },
+        embedding="time_embedding",
     )
 }
 
