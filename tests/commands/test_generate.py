@@ -196,8 +196,8 @@ class TestBadInput(unittest.TestCase):
         self.folder = Path(folder.name)
         (self.folder / "latin1.txt").write_bytes("ein grüner Stern".encode("latin-1"))
         (self.folder / "empty.txt").write_text("\n \n")
-        (self.folder / "sd3").mkdir()
-        index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
+        (self.folder / "prior").mkdir()
+        index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "PriorTransformer"]}
         (self.folder / "sd3" / "model_index.json").write_text(json.dumps(index))
         (self.folder / "list").mkdir()
         (self.folder / "list" / "model_index.json").write_text("[]")
@@ -240,8 +240,8 @@ class TestBadInput(unittest.TestCase):
             ("not a pipeline", ["--prompt", "x", "--model", "{folder}"], "no model_index.json there"),
             (
                 "no plan",
-                ["--prompt", "x", "--model", "{folder}/sd3", "--tp", "2"],
-                "SD3Transformer2DModel has no tensor-parallel plan",
+                ["--prompt", "x", "--model", "{folder}/prior", "--tp", "2"],
+                "PriorTransformer has no tensor-parallel plan: a small model",
             ),
             ("broken index", ["--prompt", "x", "--model", "{folder}/broken"], "model_index.json is not JSON"),
             ("more ranks than heads", ["--prompt", "x", "--tp", "9"], "--tp 9 exceeds the 8 attention heads"),

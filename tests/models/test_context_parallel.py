@@ -16,10 +16,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from diffusers import ContextParallelConfig as DiffusersConfig
 from diffusers import (
     FluxTransformer2DModel,
-    HeliosTransformer3DModel,
-    LTX2VideoTransformer3DModel,
     PyramidAttentionBroadcastConfig,
-    SD3Transformer2DModel,
+    SanaTransformer2DModel,
 )
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
@@ -36,55 +34,11 @@ from diffusers_rocm.models.attention_dispatch import wrap_backend
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 
 from ..testing_utils import relative_l2, run_ranks, slow
-from .testing_utils.common import BaseModelTesterConfig, randn
-from .testing_utils.context_parallelism import ContextParallelTesterMixin, enable
+from .testing_utils.common import randn
+from .testing_utils.context_parallelism import enable
 from .testing_utils.parallelism import FLOAT32_BAR
 from .transformers.test_models_transformer_flux import FLUX_INIT, FluxTransformerTesterConfig
-
-
-SD3_PLAN = {
-    "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
-    "proj_out": gather(),
-}
-
-
-class SD3TransformerTesterConfig(BaseModelTesterConfig):
-    """Its processor calls torch's attention itself; the plan is a user's."""
-
-    model_class = SD3Transformer2DModel
-    repeated_block_count = 0
-
-    def get_init_dict(self):
-        return {
-            "sample_size": 10,
-            "patch_size": 2,
-            "in_channels": 4,
-            "num_layers": 2,
-            "attention_head_dim": 8,
-            "num_attention_heads": 5,
-            "joint_attention_dim": 32,
-            "caption_projection_dim": 40,
-            "pooled_projection_dim": 16,
-            "out_channels": 4,
-            "pos_embed_max_size": 10,
-        }
-
-    def get_dummy_inputs(self, batch_size=1):
-        return {
-            "hidden_states": randn(batch_size, 4, 10, 14, seed=1),  # 35 tokens
-            "encoder_hidden_states": randn(batch_size, 11, 32, seed=2),
-            "pooled_projections": randn(batch_size, 16, seed=3),
-            "timestep": torch.tensor([500.0, 250.0])[:batch_size],
-        }
-
-    def get_model(self, *args, **kwargs):
-        model = super().get_model(*args, **kwargs)
-        type(model)._cp_plan = SD3_PLAN
-        return model
-
-
-class TestSD3TransformerContextParallel(SD3TransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase):
-    pass
+from .transformers.test_models_transformer_sd3 import SD3TransformerTesterConfig
 
 
 class TestContextParallelConfig(unittest.TestCase):
@@ -173,17 +127,9 @@ def errors_worker() -> dict[str, str]:
     messages["dims"] = message_of(model, **{**inputs, "txt_ids": inputs["txt_ids"][None]})
     messages["after errors"] = str(relative_l2(config.get_output(model, inputs), want) <= FLOAT32_BAR)
 
-    helios = object.__new__(HeliosTransformer3DModel)
-    torch.nn.Module.__init__(helios)
-    helios.blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"attn1": torch.nn.Linear(2, 2)})])
-    messages["helios"] = message_of(
-        HeliosTransformer3DModel.enable_parallelism, helios, config=ContextParallelConfig(3)
-    )
-    ltx2 = object.__new__(LTX2VideoTransformer3DModel)
-    torch.nn.Module.__init__(ltx2)
-    messages["ltx2"] = message_of(
-        LTX2VideoTransformer3DModel.enable_parallelism, ltx2, config=ContextParallelConfig(3)
-    )
+    sana = object.__new__(SanaTransformer2DModel)
+    torch.nn.Module.__init__(sana)
+    messages["no plan"] = message_of(SanaTransformer2DModel.enable_parallelism, sana, config=ContextParallelConfig(3))
     return messages
 
 
@@ -348,8 +294,7 @@ class TestEnableContextParallelism(unittest.TestCase):
             ("dropout", "attention over several ranks has no dropout"),
             ("dims", "txt_ids should have 2 dims, and its shape is [1, 11, 3]"),
             ("after errors", "True"),
-            ("helios", "plan of HeliosTransformer3DModel names blocks."),
-            ("ltx2", "diffusers' context-parallel plan of LTX2VideoTransformer3DModel is wrong: it splits the text"),
+            ("no plan", "SanaTransformer2DModel has no context-parallel plan: its linear attention sums keys"),
         ]
     )
     def test_message(self, name, part):

@@ -4,6 +4,7 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.context_parallelism import ContextParallelTesterMixin
 from ..testing_utils.plans import PlanTesterMixin
 
 
@@ -11,6 +12,7 @@ class SD3TransformerTesterConfig(BaseModelTesterConfig):
     """Of 3.5: attention to the image alone in the first block, norms of q and k."""
 
     model_class = SD3Transformer2DModel
+    repeated_block_count = 0
     without_effect = {
         "transformer_blocks.1.attn.add_q_proj.*": "the text of the last block goes nowhere",
     }
@@ -42,3 +44,7 @@ class SD3TransformerTesterConfig(BaseModelTesterConfig):
 
 class TestSD3Transformer(SD3TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
+
+
+class TestSD3TransformerContextParallel(SD3TransformerTesterConfig, ContextParallelTesterMixin, unittest.TestCase):
+    """Its processor calls torch's attention itself."""
