@@ -121,7 +121,7 @@ class TestEnableParallelism(unittest.TestCase):
         [
             ("world", ("tp=3", "2 rank", "ParallelConfig(tp=2)")),
             ("heads", ("tp=2", "1 attention head", "tp <= 1")),
-            ("class", ("UNet2DModel", "FluxTransformer2DModel")),
+            ("class", ("UNet2DModel has no tensor-parallel plan", "the nearest classes with one: ")),
             ("meta", ("meta", "from_pretrained")),
             ("module", ("FluxTransformer2DModel", "transformer_blocks.*.ff.net.0.proj")),
             ("models", ("different models",)),
