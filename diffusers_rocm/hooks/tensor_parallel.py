@@ -125,7 +125,8 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             if name == "local":
                 local = plan.attributes(argument, module, model.config, world)
             elif name == "output":
-                local = {"output": plan.head_shard(argument, model.config)}
+                dim, _, layout = argument.rpartition("=")
+                local = {dim or "output": plan.head_shard(layout, model.config)}
             shards = style.shards(module, blocks)
             if name in ("slices", "partial"):
                 shards = plan.slices(argument, module, model.config, world)

@@ -173,7 +173,7 @@ def of_local_heads(cls: type[nn.Module]) -> type[nn.Module]:
 def with_local_output(cls: type[nn.Module]) -> type[nn.Module]:
     """`cls`, of whose outputs attention takes what its local heads need: rotary embeddings over all heads.
 
-    They are [B, S, heads x dim] or [B, heads, S, dim].
+    They are [B, S, heads x dim] or [B, heads, S, dim], if the plan names no dim.
     """
 
     @stands_in_for(cls)
@@ -183,8 +183,8 @@ def with_local_output(cls: type[nn.Module]) -> type[nn.Module]:
             return tuple(map(self._local, output)) if isinstance(output, tuple) else self._local(output)
 
         def _local(self, x: torch.Tensor) -> torch.Tensor:
-            axis, shard = self.sharding.axis, self.sharding.local["output"]
-            dim = 1 if x.ndim == 4 else x.ndim - 1
+            axis, ((dim, shard),) = self.sharding.axis, self.sharding.local.items()
+            dim = int(dim) if dim != "output" else 1 if x.ndim == 4 else x.ndim - 1
             before = sum(shard.share(x.shape[dim], rank, axis.size) for rank in range(axis.rank))
             return copy_to_axis(x, axis).narrow(dim, before, shard.share(x.shape[dim], axis.rank, axis.size))
 
