@@ -24,6 +24,11 @@ _NEITHER = {
     "MiniMaxMusic3RVQDepthDecoder": "an autoregressive decoder of seven tokens a frame, no diffusion transformer",
     "RFD4ProteinaTransformer": "a model of proteins: every token attends under a bias made from each pair of tokens",
     "AnyFlowFARTransformer3DModel": "attention in chunks under a block mask, by flex attention alone",
+    "CosmosControlNetModel": "no plan yet: its forward needs torchvision, without which it was not tested",
+    "LongCatAudioDiTTransformer": "no plan yet: seconds of audio",
+    "MiniMaxMusic3Transformer1DModel": "no plan yet: seconds of audio",
+    "SanaWMTransformer3DModel": "no plan yet: gated linear attention along the camera's path",
+    "SanaWMLTX2RefinerTransformer3DModel": "no plan yet",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
 }
 
