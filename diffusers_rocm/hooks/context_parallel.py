@@ -22,6 +22,7 @@ from ..models.plans.context_plan import (
     InputPlan,
     KeyMask,
     ModulePlan,
+    Refused,
     SplitAlready,
 )
 from ..models.plans.plan import match
@@ -245,6 +246,8 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             if where is values and index >= len(values) or where[index] is None:
                 continue
             value = where[index]
+            if isinstance(how, Refused):
+                raise ValueError(f"{split.name}: a split sequence cannot go with {key}: {how.reason}")
             if isinstance(how, SplitAlready):
                 split.lengths[key] = split.lengths[how.stream]
             elif isinstance(how, ByTokens):

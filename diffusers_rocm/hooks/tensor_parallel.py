@@ -90,8 +90,12 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
     Modules that are sharded already are passed over.
 
     Raises:
-        ValueError: a rule that matches nothing, a module that its style cannot take, a degree that is too high.
+        ValueError: a rule that matches nothing, a module that its style cannot take, a degree that is too high, a
+            config that the plan is not for.
     """
+    reason = plan.impossible(model.config) if plan.impossible is not None else None
+    if reason is not None:
+        raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
     for name, count in plan.head_counts(model.config).items():
         if world > count:
             raise ValueError(

@@ -20,6 +20,13 @@ class ByTokens:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """An argument with which the sequence cannot be split, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class SplitAlready:
     """A stream of tokens that is split, and has become as long as another stream."""
 
@@ -46,7 +53,9 @@ class Gather(ContextParallelOutput):
 
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
-InputPlan = ContextParallelInput | ByTokens | SplitAlready | KeyMask | Gather | Sequence[ContextParallelInput | None]
+InputPlan = (
+    ContextParallelInput | ByTokens | Refused | SplitAlready | KeyMask | Gather | Sequence[ContextParallelInput | None]
+)
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
 
@@ -113,7 +122,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (ByTokens, SplitAlready, KeyMask)):
+        if isinstance(how, (ByTokens, Refused, SplitAlready, KeyMask)):
             return isinstance(key, str)
         if isinstance(how, Gather):
             return isinstance(key, str) and how.stream is not None

@@ -1,7 +1,7 @@
 """CogView4."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
-from .context_plan import ContextParallelPlan, gather, split
+from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -22,10 +22,13 @@ COGVIEW_SPLIT = {
     "proj_out": gather(),
 }
 
-# diffusers has none. Its processor makes a mask out of a rank's own tokens, which attention over all of them refuses;
-# no pipeline passes one.
+# diffusers has none.
 CONTEXT_PARALLEL_PLANS = {
     "CogView4Transformer2DModel": ContextParallelPlan(
-        {**COGVIEW_SPLIT, "transformer_blocks.*": {"image_rotary_emb": split(0, 2)}}
+        {
+            "": {"attention_mask": Refused("its processor makes a mask of one rank's queries and keys of it")},
+            **COGVIEW_SPLIT,
+            "transformer_blocks.*": {"image_rotary_emb": split(0, 2)},
+        }
     )
 }

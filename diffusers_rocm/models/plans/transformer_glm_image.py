@@ -1,7 +1,7 @@
 """GLM-Image."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
-from .context_plan import ContextParallelPlan, gather, split
+from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -24,12 +24,15 @@ TENSOR_PARALLEL_PLANS = {
     )
 }
 
-# diffusers has none. The processor makes the text's mask one of this rank's queries and keys alone, which is refused,
-# and so are keys that were kept of a picture.
+# diffusers has none.
 CONTEXT_PARALLEL_PLANS = {
     "GlmImageTransformer2DModel": ContextParallelPlan(
         {
-            "": {"image_rotary_emb": split(0, 2), "attention_mask": split(1, 2)},
+            "": {
+                "image_rotary_emb": split(0, 2),
+                "attention_mask": Refused("its processor makes a mask of one rank's queries and keys of it"),
+                "kv_caches": Refused("the keys that were kept of a picture are not split"),
+            },
             "rope": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
             "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
             "proj_out": gather(),

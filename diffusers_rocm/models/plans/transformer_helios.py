@@ -32,7 +32,12 @@ TENSOR_PARALLEL_PLANS = {
             "patch_mid?": "replicate:few input channels; every rank needs the output",
             "patch_long?": "replicate:few input channels; every rank needs the output",
             "proj_out": "replicate:few output channels",
-        }
+        },
+        impossible=lambda config: (
+            "its scales of the history, one a head, have no rule (is_amplify_history)"
+            if config["is_amplify_history"]
+            else None
+        ),
     )
 }
 

@@ -1,6 +1,6 @@
 """Kandinsky 5: video and image."""
 
-from .context_plan import ContextParallelPlan, gather, split
+from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -46,6 +46,7 @@ TENSOR_PARALLEL_PLANS = {
 CONTEXT_PARALLEL_PLANS = {
     "Kandinsky5Transformer3DModel": ContextParallelPlan(
         {
+            "": {"sparse_params": Refused("sparse attention is laid out over the whole video")},
             "visual_transformer_blocks.0": {"visual_embed": split(1, 3)},
             "visual_transformer_blocks.*": {"rope": split(1, 6)},
             "visual_transformer_blocks.-1": gather(),
