@@ -81,16 +81,14 @@ def _audio_head_dim(config) -> int:
     return sum(config["axes_dims_a"] or config["axes_dims"])
 
 
-# diffusers has none. The audio is short and stays whole, as the text does: it gets the keys and values of all ranks'
-# video, so only what attends to the video's own tokens is split.
+# diffusers has none. The audio is short and stays whole, as the text does.
 CONTEXT_PARALLEL_PLANS = {
     "Kandinsky6Transformer3DModel": ContextParallelPlan(
         {
             "visual_transformer_blocks.0": {"vis": split(1, 3)},
             "visual_transformer_blocks.*.video_dec_block.self_attention": {"rotary_emb": split(0, 5)},
             "visual_transformer_blocks.*.va_cross_attention": {"rope_q": split(0, 5)},
-            "visual_transformer_blocks.*.av_cross_attention.to_key": gather(),
-            "visual_transformer_blocks.*.av_cross_attention.to_value": gather(),
+            "visual_transformer_blocks.*.av_cross_attention": {"rope_kv": split(0, 5)},
             "visual_transformer_blocks.-1": [gather(), None],
         },
         streams=("vis",),
@@ -102,7 +100,7 @@ CONTEXT_PARALLEL_PLANS = {
             "visual_transformer_blocks.*.audio_dec_block.self_attention",
             "visual_transformer_blocks.*.audio_dec_block.cross_attention",
             "visual_transformer_blocks.*.va_cross_attention",
-            "visual_transformer_blocks.*.av_cross_attention",
         ),
+        whole_queries=("visual_transformer_blocks.*.av_cross_attention",),
     )
 }
