@@ -198,7 +198,7 @@ class TestBadInput(unittest.TestCase):
         (self.folder / "empty.txt").write_text("\n \n")
         (self.folder / "prior").mkdir()
         index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "PriorTransformer"]}
-        (self.folder / "sd3" / "model_index.json").write_text(json.dumps(index))
+        (self.folder / "prior" / "model_index.json").write_text(json.dumps(index))
         (self.folder / "list").mkdir()
         (self.folder / "list" / "model_index.json").write_text("[]")
         (self.folder / "null").mkdir()
