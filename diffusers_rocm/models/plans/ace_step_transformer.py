@@ -1,5 +1,6 @@
 """ACE-Step 1.5."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -24,9 +25,9 @@ TENSOR_PARALLEL_PLANS = {
             **at("layers.*.mlp", {"gate_proj": "column:mlp", "up_proj": "column:mlp", "down_proj": "row:mlp"}),
             **at("time_embed", _TIME_EMBEDDING),
             **at("time_embed_r", _TIME_EMBEDDING),
-            "condition_embedder": "replicate:one small Linear; every rank needs the output",
-            "proj_in_conv": "replicate:few input channels; every rank needs the output",
-            "proj_out_conv": "replicate:few output channels",
+            "condition_embedder": SMALL_LINEAR,
+            "proj_in_conv": FEW_INPUTS,
+            "proj_out_conv": FEW_OUTPUTS,
         },
         heads={
             "heads": (

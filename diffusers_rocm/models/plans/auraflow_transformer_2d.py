@@ -1,6 +1,14 @@
 """AuraFlow."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, JOINT_ATTENTION
+from .building_blocks import (
+    ATTENTION,
+    ATTENTION_OUT,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    JOINT_ATTENTION,
+    ONE_ROW,
+    SMALL_LINEAR,
+)
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -19,10 +27,10 @@ TENSOR_PARALLEL_PLANS = {
             **at("single_transformer_blocks.*.ff", _FEED_FORWARD),
             "single_transformer_blocks.*.norm1.linear": "modulation",
             "norm_out.linear": "modulation",
-            "pos_embed": "replicate:few input channels; every rank needs the output",
-            "context_embedder": "replicate:one small Linear; every rank needs the output",
-            "time_step_proj": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "pos_embed": FEW_INPUTS,
+            "context_embedder": SMALL_LINEAR,
+            "time_step_proj": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_step_proj",
     )

@@ -1,5 +1,8 @@
 """The rules for the modules that diffusers' transformers share; a family's plan is composed of them with `at`."""
 
+from .plan import at
+
+
 # Attention with separate projections (`Attention`, `FluxAttention`, ...), its heads dealt to the ranks. The fused
 # projections appear once `fuse_qkv_projections()` was called.
 ATTENTION = {
@@ -27,8 +30,41 @@ ADDED_ATTENTION = {
 
 JOINT_ATTENTION = {**ATTENTION, **ATTENTION_OUT, **ADDED_ATTENTION}
 
+# With q and k normalised across all heads.
+ATTENTION_OVER_ALL_HEADS = {
+    **ATTENTION,
+    **ATTENTION_OUT,
+    "norm_q?": "norm:heads",
+    "norm_k?": "norm:heads",
+    "to_kv?": "column:heads+heads",
+}
+
 # `FeedForward` with a plain activation.
 FEED_FORWARD = {"net.0.proj": "column:mlp", "net.2": "row:mlp"}
 
 # `FeedForward` with GEGLU or SwiGLU: values and gates in one projection.
 GATED_FEED_FORWARD = {"net.0.proj": "column:mlp+mlp", "net.2": "row:mlp"}
+
+# Blocks of two streams, as those of FLUX.1.
+DOUBLE_STREAM_BLOCK = {
+    **at("attn", JOINT_ATTENTION),
+    **at("ff", FEED_FORWARD),
+    **at("ff_context", FEED_FORWARD),
+    "norm1.linear": "modulation",
+    "norm1_context.linear": "modulation",
+}
+
+# Blocks of one stream. The input of proj_out is [attention | mlp]: each of the two is split by itself, so a rank's
+# columns are not adjacent.
+SINGLE_STREAM_BLOCK = {
+    **at("attn", ATTENTION),
+    "proj_mlp": "column:mlp",
+    "proj_out": "row:heads+mlp",
+    "norm.linear": "modulation",
+}
+
+# Why modules are left whole.
+FEW_INPUTS = "replicate:few input channels; every rank needs the output"
+FEW_OUTPUTS = "replicate:few output channels"
+SMALL_LINEAR = "replicate:one small Linear; every rank needs the output"
+ONE_ROW = "replicate:one row a step; every rank needs the output"

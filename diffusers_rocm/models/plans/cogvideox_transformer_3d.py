@@ -1,6 +1,6 @@
 """CogVideoX 1.0 and 1.5: text to video, image to video, Fun."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -13,9 +13,9 @@ COGVIDEOX = {
     "transformer_blocks.*.norm2.linear": "modulation",
     "norm_out.linear": "modulation",
     "patch_embed": "replicate:few input channels, a small Linear for the text, positions; every rank needs the output",
-    "time_embedding": "replicate:one row a step; every rank needs the output",
-    "ofs_embedding?": "replicate:one row a step; every rank needs the output",
-    "proj_out": "replicate:few output channels",
+    "time_embedding": ONE_ROW,
+    "ofs_embedding?": ONE_ROW,
+    "proj_out": FEW_OUTPUTS,
 }
 
 # Image to video of 1.5 adds a second embedding to the step's.

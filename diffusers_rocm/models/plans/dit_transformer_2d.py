@@ -1,6 +1,6 @@
 """DiT."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .pixart_transformer_2d import TWO_LINEARS
 from .plan import TensorParallelPlan, at
@@ -16,8 +16,8 @@ TENSOR_PARALLEL_PLANS = {
             "transformer_blocks.*.norm1.emb.class_embedder": "replicate:a table, of which a step looks up one row",
             "transformer_blocks.*.norm1.linear": "gather",
             "proj_out_1": "gather",
-            "pos_embed": "replicate:few input channels; every rank needs the output",
-            "proj_out_2": "replicate:few output channels",
+            "pos_embed": FEW_INPUTS,
+            "proj_out_2": FEW_OUTPUTS,
         }
     )
 }

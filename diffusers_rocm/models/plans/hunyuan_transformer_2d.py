@@ -1,6 +1,6 @@
 """Hunyuan-DiT, and its ControlNet."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .pixart_transformer_2d import CROSS_ATTENTION, TWO_LINEARS
 from .plan import TensorParallelPlan, at
@@ -16,7 +16,7 @@ _COMMON = {
     **at("time_extra_emb.extra_embedder", TWO_LINEARS),
     "time_extra_emb.pooler": "replicate:torch's own attention takes its weights; one row a step",
     "time_extra_emb.style_embedder?": "replicate:one row",
-    "pos_embed": "replicate:few input channels; every rank needs the output",
+    "pos_embed": FEW_INPUTS,
 }
 
 TENSOR_PARALLEL_PLANS = {
@@ -26,7 +26,7 @@ TENSOR_PARALLEL_PLANS = {
             # Of the output of an earlier block beside that of the last, which every rank has whole.
             "blocks.*.skip_linear?": "gather",
             "norm_out.linear": "modulation",
-            "proj_out": "replicate:few output channels",
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_extra_emb",
     ),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ByTokens, ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -34,9 +35,9 @@ TENSOR_PARALLEL_PLANS = {
             "layers.*.feed_forward.linear_2": "row:mlp",
             "layers.*.norm1.linear": "modulation",
             "norm_out.linear_1": "modulation",
-            "norm_out.linear_2": "replicate:few output channels",
-            "patch_embedder": "replicate:few input channels; every rank needs the output",
-            "time_caption_embed": "replicate:one row a step; every rank needs the output",
+            "norm_out.linear_2": FEW_OUTPUTS,
+            "patch_embedder": FEW_INPUTS,
+            "time_caption_embed": ONE_ROW,
         },
         heads={
             "heads": (_key_heads, lambda config: config["hidden_size"] // _key_heads(config)),

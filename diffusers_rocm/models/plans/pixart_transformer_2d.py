@@ -1,6 +1,6 @@
 """PixArt-Alpha and PixArt-Sigma."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -20,9 +20,9 @@ PIXART = {
     **at("transformer_blocks.*", PIXART_BLOCK),
     **at("caption_projection", TWO_LINEARS, optional=True),
     "adaln_single.linear": "gather",
-    "adaln_single.emb": "replicate:one row a step; every rank needs the output",
-    "pos_embed": "replicate:few input channels; every rank needs the output",
-    "proj_out": "replicate:few output channels",
+    "adaln_single.emb": ONE_ROW,
+    "pos_embed": FEW_INPUTS,
+    "proj_out": FEW_OUTPUTS,
 }
 
 TENSOR_PARALLEL_PLANS = {"PixArtTransformer2DModel": TensorParallelPlan(PIXART)}

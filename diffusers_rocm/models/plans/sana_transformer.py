@@ -1,6 +1,6 @@
 """Sana and its ControlNet: linear attention, each head with a small state; convolutions for a feed-forward."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .plan import TensorParallelPlan, at
 
 
@@ -24,9 +24,9 @@ SANA_HEADS = {
 }
 SANA_COMMON = {
     "time_embed.linear": "gather",
-    "time_embed.emb?": "replicate:one row a step; every rank needs the output",
-    "time_embed.timestep_embedder?": "replicate:one row a step; every rank needs the output",
-    "time_embed.guidance_embedder?": "replicate:one row a step; every rank needs the output",
+    "time_embed.emb?": ONE_ROW,
+    "time_embed.timestep_embedder?": ONE_ROW,
+    "time_embed.guidance_embedder?": ONE_ROW,
     "caption_projection.linear_1": "column:mlp",
     "caption_projection.linear_2": "row:mlp",
 }
@@ -36,8 +36,8 @@ TENSOR_PARALLEL_PLANS = {
         {
             **at("transformer_blocks.*", SANA_BLOCK),
             **SANA_COMMON,
-            "patch_embed": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "patch_embed": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         heads=SANA_HEADS,
     ),
@@ -45,7 +45,7 @@ TENSOR_PARALLEL_PLANS = {
         {
             **at("transformer_blocks.*", SANA_BLOCK),
             **SANA_COMMON,
-            "patch_embed": "replicate:few input channels; every rank needs the output",
+            "patch_embed": FEW_INPUTS,
             "input_block": "gather",
             "controlnet_blocks.*": "gather",
         },

@@ -1,6 +1,6 @@
 """Stable Audio Open."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, GATED_FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, GATED_FEED_FORWARD, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -21,11 +21,11 @@ TENSOR_PARALLEL_PLANS = {
             **at("transformer_blocks.*.attn1", ATTENTION | ATTENTION_OUT),
             **at("transformer_blocks.*.attn2", _CROSS_ATTENTION),
             **at("transformer_blocks.*.ff", GATED_FEED_FORWARD),
-            "timestep_proj": "replicate:one row a step; every rank needs the output",
-            "global_proj": "replicate:one row a step; every rank needs the output",
+            "timestep_proj": ONE_ROW,
+            "global_proj": ONE_ROW,
             "cross_attention_proj": "replicate:two small Linears; every rank needs the output",
-            "proj_in": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "proj_in": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         heads={
             "heads": ("num_attention_heads", "attention_head_dim"),

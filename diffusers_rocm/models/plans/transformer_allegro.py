@@ -1,6 +1,6 @@
 """Allegro."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -12,10 +12,10 @@ TENSOR_PARALLEL_PLANS = {
             **at("transformer_blocks.*.attn2", ATTENTION | ATTENTION_OUT),
             **at("transformer_blocks.*.ff", FEED_FORWARD),
             "adaln_single.linear": "gather",
-            "adaln_single.emb": "replicate:one row a step; every rank needs the output",
+            "adaln_single.emb": ONE_ROW,
             "caption_projection": "replicate:two small Linears; every rank needs the output",
-            "pos_embed": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "pos_embed": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         }
     )
 }

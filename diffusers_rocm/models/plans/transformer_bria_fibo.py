@@ -1,6 +1,6 @@
 """Bria FIBO."""
 
-from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -8,23 +8,16 @@ from .plan import TensorParallelPlan, at
 TENSOR_PARALLEL_PLANS = {
     "BriaFiboTransformer2DModel": TensorParallelPlan(
         {
-            **at("transformer_blocks.*.attn", JOINT_ATTENTION),
-            **at("transformer_blocks.*.ff", FEED_FORWARD),
-            **at("transformer_blocks.*.ff_context", FEED_FORWARD),
-            "transformer_blocks.*.norm1.linear": "modulation",
-            "transformer_blocks.*.norm1_context.linear": "modulation",
-            **at("single_transformer_blocks.*.attn", ATTENTION),
-            "single_transformer_blocks.*.proj_mlp": "column:mlp",
-            "single_transformer_blocks.*.proj_out": "row:heads+mlp",
-            "single_transformer_blocks.*.norm.linear": "modulation",
+            **at("transformer_blocks.*", DOUBLE_STREAM_BLOCK),
+            **at("single_transformer_blocks.*", SINGLE_STREAM_BLOCK),
             "norm_out.linear": "modulation",
             # Joined to the text before each block.
             "caption_projection.*.linear": "gather",
-            "guidance_embed?": "replicate:one row a step; every rank needs the output",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "context_embedder": "replicate:one small Linear; every rank needs the output",
-            "time_embed": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "guidance_embed?": ONE_ROW,
+            "x_embedder": FEW_INPUTS,
+            "context_embedder": SMALL_LINEAR,
+            "time_embed": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         # Guidance is added to what time_embed gave.
         embedding=lambda config: None if config["guidance_embeds"] else "time_embed",

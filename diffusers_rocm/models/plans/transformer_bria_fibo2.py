@@ -1,6 +1,6 @@
 """Bria FIBO 2."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -25,9 +25,9 @@ TENSOR_PARALLEL_PLANS = {
             **at("perceiver.layers.*.self_attention", _ATTENTION),
             **at("perceiver.layers.*.ffn", _FEED_FORWARD),
             "final_layer.adaLN_modulation.1": "gather",
-            "final_layer.linear": "replicate:few output channels",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "t_embedder": "replicate:one row a step; every rank needs the output",
+            "final_layer.linear": FEW_OUTPUTS,
+            "x_embedder": FEW_INPUTS,
+            "t_embedder": ONE_ROW,
         },
         heads={"heads": ("n_heads", lambda config: config["dim"] // config["n_heads"])},
     )

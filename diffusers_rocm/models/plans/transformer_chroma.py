@@ -2,7 +2,7 @@
 
 from diffusers import FluxTransformer2DModel
 
-from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import ATTENTION, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, JOINT_ATTENTION, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_flux import IP_ADAPTER, IP_ADAPTER_KEYS
@@ -22,10 +22,10 @@ TENSOR_PARALLEL_PLANS = {
             "distilled_guidance_layer.layers.*.linear_1": "column:mlp",
             "distilled_guidance_layer.layers.*.linear_2": "row:mlp",
             "distilled_guidance_layer.out_proj": "gather",
-            "distilled_guidance_layer.in_proj": "replicate:few input channels; every rank needs the output",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "context_embedder": "replicate:one small Linear; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "distilled_guidance_layer.in_proj": FEW_INPUTS,
+            "x_embedder": FEW_INPUTS,
+            "context_embedder": SMALL_LINEAR,
+            "proj_out": FEW_OUTPUTS,
         }
     )
 }

@@ -1,6 +1,6 @@
 """CogView4."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -11,8 +11,8 @@ COGVIEW = {
     "transformer_blocks.*.norm1.linear": "modulation",
     "norm_out.linear": "modulation",
     "patch_embed": "replicate:few input channels, and one small Linear; every rank needs the output",
-    "time_condition_embed": "replicate:one row a step; every rank needs the output",
-    "proj_out": "replicate:few output channels",
+    "time_condition_embed": ONE_ROW,
+    "proj_out": FEW_OUTPUTS,
 }
 
 TENSOR_PARALLEL_PLANS = {"CogView4Transformer2DModel": TensorParallelPlan(COGVIEW, embedding="time_condition_embed")}

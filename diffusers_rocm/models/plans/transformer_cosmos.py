@@ -1,6 +1,6 @@
 """Cosmos 1.0, Predict 2 and 2.5, Transfer 2.5."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -32,9 +32,9 @@ TENSOR_PARALLEL_PLANS = {
             "time_embed.t_embedder.linear_2": "row:mlp",
             "crossattn_proj.0?": "gather",
             "img_context_proj.0?": "gather",
-            "patch_embed": "replicate:few input channels; every rank needs the output",
+            "patch_embed": FEW_INPUTS,
             "learnable_pos_embed?": "replicate:added to the tokens, which every rank has",
-            "proj_out": "replicate:few output channels",
+            "proj_out": FEW_OUTPUTS,
         }
     )
 }

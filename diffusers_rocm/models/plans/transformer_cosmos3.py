@@ -1,5 +1,6 @@
 """Cosmos 3: text that sees what is before it; vision, sound and actions that see all. Tokens are dim 0: no batch."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -33,12 +34,12 @@ TENSOR_PARALLEL_PLANS = {
             "embed_tokens": "embedding",
             "lm_head": "gather",
             "time_embedder": "replicate:a small MLP; every rank needs the output",
-            "proj_in": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
-            "audio_proj_in?": "replicate:few input channels; every rank needs the output",
-            "audio_proj_out?": "replicate:few output channels",
-            "action_proj_in?": "replicate:few input channels; every rank needs the output",
-            "action_proj_out?": "replicate:few output channels",
+            "proj_in": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
+            "audio_proj_in?": FEW_INPUTS,
+            "audio_proj_out?": FEW_OUTPUTS,
+            "action_proj_in?": FEW_INPUTS,
+            "action_proj_out?": FEW_OUTPUTS,
         },
         heads={
             "heads": (

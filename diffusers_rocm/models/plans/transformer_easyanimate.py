@@ -1,6 +1,6 @@
 """EasyAnimate 5.1: text to video, inpainting, control."""
 
-from .building_blocks import FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, JOINT_ATTENTION, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -14,11 +14,11 @@ TENSOR_PARALLEL_PLANS = {
             "transformer_blocks.*.norm1.linear": "modulation",
             "transformer_blocks.*.norm2.linear": "modulation",
             "norm_out.linear": "modulation",
-            "text_proj": "replicate:one small Linear; every rank needs the output",
-            "text_proj_t5?": "replicate:one small Linear; every rank needs the output",
-            "time_embedding": "replicate:one row a step; every rank needs the output",
-            "proj": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "text_proj": SMALL_LINEAR,
+            "text_proj_t5?": SMALL_LINEAR,
+            "time_embedding": ONE_ROW,
+            "proj": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_embedding",
         impossible=lambda config: (

@@ -1,6 +1,6 @@
 """ERNIE-Image. Its tokens are dim 0."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -14,10 +14,10 @@ TENSOR_PARALLEL_PLANS = {
             "layers.*.mlp.linear_fc2": "row:mlp",
             "adaLN_modulation.1": "gather",
             "final_norm.linear": "gather",
-            "text_proj?": "replicate:one small Linear; every rank needs the output",
-            "time_embedding": "replicate:one row a step; every rank needs the output",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "final_linear": "replicate:few output channels",
+            "text_proj?": SMALL_LINEAR,
+            "time_embedding": ONE_ROW,
+            "x_embedder": FEW_INPUTS,
+            "final_linear": FEW_OUTPUTS,
         },
         heads={
             "heads": ("num_attention_heads", lambda config: config["hidden_size"] // config["num_attention_heads"])

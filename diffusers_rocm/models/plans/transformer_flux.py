@@ -2,33 +2,17 @@
 
 from diffusers import FluxTransformer2DModel
 
-from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
 
-_DOUBLE_BLOCK = {
-    **at("attn", JOINT_ATTENTION),
-    **at("ff", FEED_FORWARD),
-    **at("ff_context", FEED_FORWARD),
-    "norm1.linear": "modulation",
-    "norm1_context.linear": "modulation",
-}
-
-# The input of proj_out is [attention | mlp]: each of the two is split by itself, so a rank's columns are not adjacent.
-_SINGLE_BLOCK = {
-    **at("attn", ATTENTION),
-    "proj_mlp": "column:mlp",
-    "proj_out": "row:heads+mlp",
-    "norm.linear": "modulation",
-}
-
 _COMMON = {
-    **at("transformer_blocks.*", _DOUBLE_BLOCK),
-    **at("single_transformer_blocks.*", _SINGLE_BLOCK),
-    "x_embedder": "replicate:few input channels; every rank needs the output",
-    "context_embedder": "replicate:one small Linear; every rank needs the output",
-    "time_text_embed": "replicate:one row a step; every rank needs the output",
+    **at("transformer_blocks.*", DOUBLE_STREAM_BLOCK),
+    **at("single_transformer_blocks.*", SINGLE_STREAM_BLOCK),
+    "x_embedder": FEW_INPUTS,
+    "context_embedder": SMALL_LINEAR,
+    "time_text_embed": ONE_ROW,
 }
 
 IP_ADAPTER = {
@@ -43,7 +27,7 @@ FLUX_TRANSFORMER = TensorParallelPlan(
         **_COMMON,
         **IP_ADAPTER,
         "norm_out.linear": "modulation",
-        "proj_out": "replicate:few output channels",
+        "proj_out": FEW_OUTPUTS,
     },
     embedding="time_text_embed",
 )
@@ -53,7 +37,7 @@ FLUX_CONTROLNET = TensorParallelPlan(
         **_COMMON,
         "controlnet_blocks.*": "gather",
         "controlnet_single_blocks.*": "gather",
-        "controlnet_x_embedder": "replicate:few input channels; every rank needs the output",
+        "controlnet_x_embedder": FEW_INPUTS,
         "input_hint_block?": "replicate:convolutions of 16 channels",
     },
     embedding="time_text_embed",

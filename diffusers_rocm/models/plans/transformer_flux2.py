@@ -2,7 +2,7 @@
 
 from diffusers import Flux2Transformer2DModel
 
-from .building_blocks import JOINT_ATTENTION
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, JOINT_ATTENTION, ONE_ROW
 from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan, at
 
@@ -31,9 +31,9 @@ TENSOR_PARALLEL_PLANS = {
             "single_stream_modulation.linear": "modulation",
             "norm_out.linear": "modulation",
             "context_embedder": "gather",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "time_guidance_embed": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "x_embedder": FEW_INPUTS,
+            "time_guidance_embed": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_guidance_embed",
     )

@@ -1,6 +1,6 @@
 """FLUX.3."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -19,10 +19,10 @@ TENSOR_PARALLEL_PLANS = {
             "single_stream_modulations.*.linear": "gather",
             "norm_out.linear": "gather",
             "context_embedder": "gather",
-            "x_embedders.*": "replicate:few input channels; every rank needs the output",
-            "timestep_embedder": "replicate:one row a step; every rank needs the output",
-            "target_timestep_embedder?": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "x_embedders.*": FEW_INPUTS,
+            "timestep_embedder": ONE_ROW,
+            "target_timestep_embedder?": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         }
     )
 }

@@ -1,6 +1,6 @@
 """GLM-Image."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -15,9 +15,9 @@ TENSOR_PARALLEL_PLANS = {
             "transformer_blocks.*.norm1.linear": "modulation",
             "norm_out.linear": "modulation",
             "prior_token_embedding": "embedding",
-            "time_condition_embed": "replicate:one row a step; every rank needs the output",
-            "image_projector": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "time_condition_embed": ONE_ROW,
+            "image_projector": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_condition_embed",
         activated=True,

@@ -1,37 +1,24 @@
 """Helios."""
 
-from .building_blocks import FEED_FORWARD
+from .building_blocks import ATTENTION_OVER_ALL_HEADS, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split, trailing_count
 from .plan import TensorParallelPlan, at
 
 
-# q and k are normalised across all heads.
-_ATTENTION = {
-    "": "local:heads=heads",
-    "to_q": "column:heads",
-    "to_k": "column:heads",
-    "to_v": "column:heads",
-    "norm_q": "norm:heads",
-    "norm_k": "norm:heads",
-    "to_qkv?": "column:heads+heads+heads",
-    "to_kv?": "column:heads+heads",
-    "to_out.0": "row:heads",
-}
-
 TENSOR_PARALLEL_PLANS = {
     "HeliosTransformer3DModel": TensorParallelPlan(
         {
-            **at("blocks.*.attn1", _ATTENTION),
-            **at("blocks.*.attn2", _ATTENTION),
+            **at("blocks.*.attn1", ATTENTION_OVER_ALL_HEADS),
+            **at("blocks.*.attn2", ATTENTION_OVER_ALL_HEADS),
             **at("blocks.*.ffn", FEED_FORWARD),
             "condition_embedder.time_proj": "gather",
-            "condition_embedder.time_embedder": "replicate:one row a step; every rank needs the output",
+            "condition_embedder.time_embedder": ONE_ROW,
             "condition_embedder.text_embedder": "replicate:two small Linears; every rank needs the output",
-            "patch_embedding": "replicate:few input channels; every rank needs the output",
-            "patch_short?": "replicate:few input channels; every rank needs the output",
-            "patch_mid?": "replicate:few input channels; every rank needs the output",
-            "patch_long?": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "patch_embedding": FEW_INPUTS,
+            "patch_short?": FEW_INPUTS,
+            "patch_mid?": FEW_INPUTS,
+            "patch_long?": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         impossible=lambda config: (
             "its scales of the history, one a head, have no rule (is_amplify_history)"

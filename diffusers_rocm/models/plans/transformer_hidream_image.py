@@ -1,5 +1,6 @@
 """HiDream-I1: a mixture of experts. E1 is the same class."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split, split_leading
 from .plan import TensorParallelPlan, at
 
@@ -45,10 +46,10 @@ TENSOR_PARALLEL_PLANS = {
             **at("single_stream_blocks.*.block", _BLOCK),
             "caption_projection.*.linear": "gather",
             "final_layer.adaLN_modulation.1": "modulation",
-            "final_layer.linear": "replicate:few output channels",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "t_embedder": "replicate:one row a step; every rank needs the output",
-            "p_embedder": "replicate:one row a step; every rank needs the output",
+            "final_layer.linear": FEW_OUTPUTS,
+            "x_embedder": FEW_INPUTS,
+            "t_embedder": ONE_ROW,
+            "p_embedder": ONE_ROW,
         },
         # No module makes the sum of the two embeddings.
         embedding="double_stream_blocks.0.block.adaLN_modulation.0",

@@ -1,6 +1,15 @@
 """HunyuanVideo, its image to video (also by token replacement), and what FramePack shares with it."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import (
+    ATTENTION,
+    ATTENTION_OUT,
+    FEED_FORWARD,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    JOINT_ATTENTION,
+    ONE_ROW,
+    SMALL_LINEAR,
+)
 from .context_plan import ContextParallelPlan, gather, leading_count, split
 from .plan import TensorParallelPlan, at
 
@@ -10,8 +19,8 @@ TOKEN_REFINER = {
     **at("token_refiner.refiner_blocks.*.attn", ATTENTION | ATTENTION_OUT),
     **at("token_refiner.refiner_blocks.*.ff", FEED_FORWARD),
     "token_refiner.refiner_blocks.*.norm_out.linear": "gather",
-    "time_text_embed": "replicate:one row a step; every rank needs the output",
-    "proj_in": "replicate:one small Linear; every rank needs the output",
+    "time_text_embed": ONE_ROW,
+    "proj_in": SMALL_LINEAR,
 }
 
 DOUBLE_BLOCK = {
@@ -32,9 +41,9 @@ HUNYUAN_VIDEO = {
     "transformer_blocks.*.norm1_context.linear": "gather",
     "single_transformer_blocks.*.norm.linear": "gather",
     "norm_out.linear": "gather",
-    "time_text_embed": "replicate:one row a step; every rank needs the output",
-    "x_embedder": "replicate:few input channels; every rank needs the output",
-    "proj_out": "replicate:few output channels",
+    "time_text_embed": ONE_ROW,
+    "x_embedder": FEW_INPUTS,
+    "proj_out": FEW_OUTPUTS,
 }
 
 TENSOR_PARALLEL_PLANS = {"HunyuanVideoTransformer3DModel": TensorParallelPlan(HUNYUAN_VIDEO)}

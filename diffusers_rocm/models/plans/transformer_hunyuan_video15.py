@@ -1,5 +1,6 @@
 """HunyuanVideo 1.5: text to video, image to video."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, KeyMask, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_hunyuan_video import DOUBLE_BLOCK, TOKEN_REFINER
@@ -15,9 +16,9 @@ TENSOR_PARALLEL_PLANS = {
             "norm_out.linear": "modulation",
             "context_embedder_2": "replicate:three small Linears; every rank needs the output",
             "image_embedder": "replicate:two small Linears; every rank needs the output",
-            "time_embed": "replicate:one row a step; every rank needs the output",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "time_embed": ONE_ROW,
+            "x_embedder": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_embed",
     )

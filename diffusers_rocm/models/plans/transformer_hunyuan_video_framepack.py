@@ -1,5 +1,6 @@
 """FramePack: HunyuanVideo with packed history frames before the latents."""
 
+from .building_blocks import FEW_INPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan
 from .transformer_hunyuan_video import HUNYUAN_VIDEO
@@ -11,7 +12,7 @@ TENSOR_PARALLEL_PLANS = {
             **HUNYUAN_VIDEO,
             "image_projection.up?": "column:mlp",
             "image_projection.down?": "row:mlp",
-            "clean_x_embedder?": "replicate:few input channels; every rank needs the output",
+            "clean_x_embedder?": FEW_INPUTS,
         }
     )
 }

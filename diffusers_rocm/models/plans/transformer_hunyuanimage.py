@@ -1,5 +1,6 @@
 """HunyuanImage 2.1, and its refiner (a video of one frame)."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_hunyuan_video import DOUBLE_BLOCK, SINGLE_BLOCK, TOKEN_REFINER
@@ -16,9 +17,9 @@ TENSOR_PARALLEL_PLANS = {
             "single_transformer_blocks.*.norm.linear": "modulation",
             "norm_out.linear": "modulation",
             "context_embedder_2?": "replicate:three small Linears; every rank needs the output",
-            "time_guidance_embed": "replicate:one row a step; every rank needs the output",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "time_guidance_embed": ONE_ROW,
+            "x_embedder": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_guidance_embed",
     )

@@ -1,6 +1,6 @@
 """Ideogram 4: text and image come as one packed sequence."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -14,9 +14,9 @@ TENSOR_PARALLEL_PLANS = {
             "layers.*.feed_forward.w2": "row:mlp",
             "layers.*.adaln_modulation": "modulation",
             "llm_cond_proj": "gather",
-            "t_embedding": "replicate:one row a step; every rank needs the output",
-            "adaln_proj": "replicate:one row a step; every rank needs the output",
-            "input_proj": "replicate:few input channels; every rank needs the output",
+            "t_embedding": ONE_ROW,
+            "adaln_proj": ONE_ROW,
+            "input_proj": FEW_INPUTS,
             "embed_image_indicator": "replicate:two rows",
             "final_layer": "replicate:few output channels, and a row a step",
         },

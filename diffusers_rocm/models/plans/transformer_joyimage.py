@@ -1,6 +1,6 @@
 """JoyImage-Edit: pictures are frames of one sequence."""
 
-from .building_blocks import FEED_FORWARD
+from .building_blocks import FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -25,9 +25,9 @@ JOYIMAGE = TensorParallelPlan(
         "condition_embedder.time_proj": "gather",
         "condition_embedder.text_embedder.linear_1": "column:mlp",
         "condition_embedder.text_embedder.linear_2": "row:mlp",
-        "condition_embedder.time_embedder": "replicate:one row a step; every rank needs the output",
-        "img_in": "replicate:few input channels; every rank needs the output",
-        "proj_out": "replicate:few output channels",
+        "condition_embedder.time_embedder": ONE_ROW,
+        "img_in": FEW_INPUTS,
+        "proj_out": FEW_OUTPUTS,
     },
     heads={"heads": ("num_attention_heads", lambda config: config["hidden_size"] // config["num_attention_heads"])},
 )

@@ -1,5 +1,6 @@
 """Kandinsky 5: video and image."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -27,11 +28,11 @@ TENSOR_PARALLEL_PLANS = {
             **at("visual_transformer_blocks.*.feed_forward", _FEED_FORWARD),
             "visual_transformer_blocks.*.visual_modulation.out_layer": "gather",
             "out_layer.modulation.out_layer": "gather",
-            "out_layer.out_layer": "replicate:few output channels",
-            "text_embeddings": "replicate:one small Linear; every rank needs the output",
-            "visual_embeddings": "replicate:few input channels; every rank needs the output",
-            "time_embeddings": "replicate:one row a step; every rank needs the output",
-            "pooled_text_embeddings": "replicate:one row a step; every rank needs the output",
+            "out_layer.out_layer": FEW_OUTPUTS,
+            "text_embeddings": SMALL_LINEAR,
+            "visual_embeddings": FEW_INPUTS,
+            "time_embeddings": ONE_ROW,
+            "pooled_text_embeddings": ONE_ROW,
         },
         heads={
             "heads": (

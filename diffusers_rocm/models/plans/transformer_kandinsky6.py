@@ -1,6 +1,6 @@
 """Kandinsky 6: video and audio."""
 
-from .building_blocks import FEED_FORWARD
+from .building_blocks import FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -36,9 +36,9 @@ def _text(heads: str) -> dict[str, str]:
 
 def _embeddings(modality: str) -> dict[str, str]:
     return {
-        f"{modality}_text_embeddings": "replicate:one small Linear; every rank needs the output",
-        f"{modality}_time_embeddings": "replicate:one row a step; every rank needs the output",
-        f"{modality}_pooled_text_embeddings": "replicate:one row a step; every rank needs the output",
+        f"{modality}_text_embeddings": SMALL_LINEAR,
+        f"{modality}_time_embeddings": ONE_ROW,
+        f"{modality}_pooled_text_embeddings": ONE_ROW,
     }
 
 
@@ -56,12 +56,12 @@ TENSOR_PARALLEL_PLANS = {
             "visual_transformer_blocks.*.av_modulation.out_layer": "gather",
             **_embeddings("video"),
             **_embeddings("audio"),
-            "visual_embeddings": "replicate:few input channels; every rank needs the output",
-            "audio_embeddings": "replicate:few input channels; every rank needs the output",
+            "visual_embeddings": FEW_INPUTS,
+            "audio_embeddings": FEW_INPUTS,
             "out_layer.modulation.out_layer": "gather",
-            "out_layer.out_layer": "replicate:few output channels",
+            "out_layer.out_layer": FEW_OUTPUTS,
             "audio_out_layer.modulation.out_layer": "gather",
-            "audio_out_layer.out_layer": "replicate:few output channels",
+            "audio_out_layer.out_layer": FEW_OUTPUTS,
         },
         heads={
             "heads": (

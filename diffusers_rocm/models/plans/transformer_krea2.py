@@ -1,5 +1,6 @@
 """Krea 2."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -44,9 +45,9 @@ TENSOR_PARALLEL_PLANS = {
             "time_mod_proj": "gather",
             "txt_in.linear_1": "column:mlp",
             "txt_in.linear_2": "row:mlp",
-            "time_embed": "replicate:one row a step; every rank needs the output",
-            "img_in": "replicate:few input channels; every rank needs the output",
-            "final_layer": "replicate:few output channels",
+            "time_embed": ONE_ROW,
+            "img_in": FEW_INPUTS,
+            "final_layer": FEW_OUTPUTS,
         },
         heads={
             "heads": ("num_key_value_heads", _of_group),

@@ -1,6 +1,6 @@
 """LongCat-Image and LongCat-Image-Edit."""
 
-from .building_blocks import ATTENTION, FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -8,20 +8,13 @@ from .plan import TensorParallelPlan, at
 TENSOR_PARALLEL_PLANS = {
     "LongCatImageTransformer2DModel": TensorParallelPlan(
         {
-            **at("transformer_blocks.*.attn", JOINT_ATTENTION),
-            **at("transformer_blocks.*.ff", FEED_FORWARD),
-            **at("transformer_blocks.*.ff_context", FEED_FORWARD),
-            "transformer_blocks.*.norm1.linear": "modulation",
-            "transformer_blocks.*.norm1_context.linear": "modulation",
-            **at("single_transformer_blocks.*.attn", ATTENTION),
-            "single_transformer_blocks.*.proj_mlp": "column:mlp",
-            "single_transformer_blocks.*.proj_out": "row:heads+mlp",
-            "single_transformer_blocks.*.norm.linear": "modulation",
+            **at("transformer_blocks.*", DOUBLE_STREAM_BLOCK),
+            **at("single_transformer_blocks.*", SINGLE_STREAM_BLOCK),
             "norm_out.linear": "modulation",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "context_embedder": "replicate:one small Linear; every rank needs the output",
-            "time_embed": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "x_embedder": FEW_INPUTS,
+            "context_embedder": SMALL_LINEAR,
+            "time_embed": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_embed",
     )

@@ -1,22 +1,19 @@
 """LTX-Video."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import ATTENTION_OVER_ALL_HEADS, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
-
-# q and k are normalised, and rotated, across all heads.
-_ATTENTION = {**ATTENTION, **ATTENTION_OUT, "norm_q?": "norm:heads", "norm_k?": "norm:heads"}
 
 TENSOR_PARALLEL_PLANS = {
     "LTXVideoTransformer3DModel": TensorParallelPlan(
         {
             "rope": "output:heads",
-            **at("transformer_blocks.*.attn1", _ATTENTION),
-            **at("transformer_blocks.*.attn2", _ATTENTION),
+            **at("transformer_blocks.*.attn1", ATTENTION_OVER_ALL_HEADS),
+            **at("transformer_blocks.*.attn2", ATTENTION_OVER_ALL_HEADS),
             **at("transformer_blocks.*.ff", FEED_FORWARD),
-            "proj_in": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "proj_in": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
             "caption_projection": "replicate:two small Linears; every rank needs the output",
             "time_embed": "replicate:2% of the weights; its output is whole, for each token in image to video",
         }

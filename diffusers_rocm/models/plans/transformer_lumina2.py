@@ -1,6 +1,6 @@
 """Lumina-Image 2.0."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -27,8 +27,8 @@ TENSOR_PARALLEL_PLANS = {
             **at("noise_refiner.*", _MODULATED_BLOCK),
             **at("context_refiner.*", _BLOCK),
             "norm_out.linear_1": "modulation",
-            "norm_out.linear_2": "replicate:few output channels",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
+            "norm_out.linear_2": FEW_OUTPUTS,
+            "x_embedder": FEW_INPUTS,
             "time_caption_embed": "replicate:small Linears; every rank needs the outputs",
         },
         heads={

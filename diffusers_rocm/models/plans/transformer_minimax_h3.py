@@ -1,6 +1,6 @@
 """MiniMax-H3: video and audio, packed into one sequence with the text."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT, GATED_FEED_FORWARD
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, GATED_FEED_FORWARD, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -14,12 +14,12 @@ TENSOR_PARALLEL_PLANS = {
             **at("token_refiner.refiner_blocks.*.attn", ATTENTION | ATTENTION_OUT),
             **at("token_refiner.refiner_blocks.*.ff", GATED_FEED_FORWARD),
             "norm_out.linear": "modulation",
-            "context_embedder": "replicate:one small Linear; every rank needs the output",
-            "proj_in": "replicate:few input channels; every rank needs the output",
-            "audio_proj_in": "replicate:few input channels; every rank needs the output",
+            "context_embedder": SMALL_LINEAR,
+            "proj_in": FEW_INPUTS,
+            "audio_proj_in": FEW_INPUTS,
             "time_embedder": "replicate:few rows a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
-            "audio_proj_out": "replicate:few output channels",
+            "proj_out": FEW_OUTPUTS,
+            "audio_proj_out": FEW_OUTPUTS,
         },
         embedding="time_embedder",
     )

@@ -1,6 +1,6 @@
 """Mochi 1."""
 
-from .building_blocks import ADDED_ATTENTION, ATTENTION, ATTENTION_OUT, GATED_FEED_FORWARD
+from .building_blocks import ADDED_ATTENTION, ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, GATED_FEED_FORWARD
 from .context_plan import ContextParallelPlan, KeyMask, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -18,8 +18,8 @@ TENSOR_PARALLEL_PLANS = {
             "norm_out.linear": "gather",
             "rope": "output:1=heads",
             "time_embed": "replicate:under 1% of the weights; every rank needs the output",
-            "patch_embed": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "patch_embed": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         }
     )
 }

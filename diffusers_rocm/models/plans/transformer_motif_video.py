@@ -1,6 +1,6 @@
 """Motif-Video."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, SplitAlready, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_hunyuan_video import DOUBLE_BLOCK, SINGLE_BLOCK
@@ -23,9 +23,9 @@ TENSOR_PARALLEL_PLANS = {
             "norm_out.linear": "modulation",
             "context_embedder": "replicate:two small Linears; every rank needs the output",
             "image_embedder?": "replicate:two small Linears; every rank needs the output",
-            "time_text_embed": "replicate:one row a step; every rank needs the output",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "time_text_embed": ONE_ROW,
+            "x_embedder": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_text_embed",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .building_blocks import GATED_FEED_FORWARD
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, GATED_FEED_FORWARD, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -41,9 +41,9 @@ TENSOR_PARALLEL_PLANS = {
             "transformer_blocks.*.img_mod.1": "modulation",
             "transformer_blocks.*.encoder_proj": "gather",
             "norm_out.linear": "modulation",
-            "time_text_embed": "replicate:one row a step; every rank needs the output",
-            "img_in": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "time_text_embed": ONE_ROW,
+            "img_in": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         heads={
             "heads": (

@@ -1,6 +1,6 @@
 """OmniGen: text, pictures and noise in one sequence."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -15,9 +15,9 @@ TENSOR_PARALLEL_PLANS = {
             "norm_out.linear": "gather",
             "embed_tokens": "embedding",
             "patch_embedding": "replicate:few input channels, and a table of positions",
-            "time_token": "replicate:one row a step; every rank needs the output",
-            "t_embedder": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "time_token": ONE_ROW,
+            "t_embedder": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         heads={
             "heads": ("num_attention_heads", lambda config: config["hidden_size"] // config["num_attention_heads"])

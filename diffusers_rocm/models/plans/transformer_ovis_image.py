@@ -1,6 +1,14 @@
 """Ovis-Image."""
 
-from .building_blocks import ATTENTION, GATED_FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import (
+    ATTENTION,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    GATED_FEED_FORWARD,
+    JOINT_ATTENTION,
+    ONE_ROW,
+    SMALL_LINEAR,
+)
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -19,10 +27,10 @@ TENSOR_PARALLEL_PLANS = {
             "single_transformer_blocks.*.proj_out": "row:heads+mlp",
             "single_transformer_blocks.*.norm.linear": "modulation",
             "norm_out.linear": "modulation",
-            "x_embedder": "replicate:few input channels; every rank needs the output",
-            "context_embedder": "replicate:one small Linear; every rank needs the output",
-            "timestep_embedder": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "x_embedder": FEW_INPUTS,
+            "context_embedder": SMALL_LINEAR,
+            "timestep_embedder": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="timestep_embedder",
     )

@@ -1,5 +1,6 @@
 """PRX: the image asks, text and image answer."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -23,11 +24,11 @@ TENSOR_PARALLEL_PLANS = {
             "blocks.*.down_proj": "row:mlp",
             "blocks.*.modulation.lin": "modulation",
             "final_layer.adaLN_modulation.1": "modulation",
-            "final_layer.linear": "replicate:few output channels",
-            "img_in": "replicate:few input channels; every rank needs the output",
-            "txt_in": "replicate:one small Linear; every rank needs the output",
-            "time_in": "replicate:one row a step; every rank needs the output",
-            "resolution_embedder?": "replicate:one row a step; every rank needs the output",
+            "final_layer.linear": FEW_OUTPUTS,
+            "img_in": FEW_INPUTS,
+            "txt_in": SMALL_LINEAR,
+            "time_in": ONE_ROW,
+            "resolution_embedder?": ONE_ROW,
         },
         heads={"heads": ("num_heads", lambda config: config["hidden_size"] // config["num_heads"])},
         # With the resolution their input is a sum of two embeddings, which no module makes.

@@ -1,6 +1,6 @@
 """Qwen-Image, Qwen-Image-Edit and Qwen-Image-Layered, and their ControlNets."""
 
-from .building_blocks import FEED_FORWARD, JOINT_ATTENTION
+from .building_blocks import FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, JOINT_ATTENTION, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -12,21 +12,21 @@ _COMMON = {
     **at("transformer_blocks.*.txt_mlp", FEED_FORWARD),
     "transformer_blocks.*.img_mod.1": "modulation",
     "transformer_blocks.*.txt_mod.1": "modulation",
-    "img_in": "replicate:few input channels; every rank needs the output",
-    "txt_in": "replicate:one small Linear; every rank needs the output",
-    "time_text_embed": "replicate:one row a step; every rank needs the output",
+    "img_in": FEW_INPUTS,
+    "txt_in": SMALL_LINEAR,
+    "time_text_embed": ONE_ROW,
 }
 
 TENSOR_PARALLEL_PLANS = {
     "QwenImageTransformer2DModel": TensorParallelPlan(
-        {**_COMMON, "norm_out.linear": "modulation", "proj_out": "replicate:few output channels"},
+        {**_COMMON, "norm_out.linear": "modulation", "proj_out": FEW_OUTPUTS},
         embedding="time_text_embed",
     ),
     "QwenImageControlNetModel": TensorParallelPlan(
         {
             **_COMMON,
             "controlnet_blocks.*": "gather",
-            "controlnet_x_embedder": "replicate:few input channels; every rank needs the output",
+            "controlnet_x_embedder": FEW_INPUTS,
         },
         embedding="time_text_embed",
     ),

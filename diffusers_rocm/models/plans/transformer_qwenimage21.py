@@ -1,6 +1,6 @@
 """Qwen-Image 2.1."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .plan import TensorParallelPlan, at
 
 
@@ -19,9 +19,9 @@ TENSOR_PARALLEL_PLANS = {
             # One for all blocks.
             "modulation.1": "modulation",
             "norm_out.linear": "modulation",
-            "img_in": "replicate:few input channels; every rank needs the output",
-            "time_text_embed": "replicate:one row a step; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "img_in": FEW_INPUTS,
+            "time_text_embed": ONE_ROW,
+            "proj_out": FEW_OUTPUTS,
         },
         embedding="time_text_embed",
     )

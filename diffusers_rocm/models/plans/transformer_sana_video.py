@@ -1,5 +1,6 @@
 """Sana-Video."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS
 from .plan import TensorParallelPlan, at
 from .sana_transformer import SANA_BLOCK, SANA_COMMON, SANA_HEADS
 
@@ -10,8 +11,8 @@ TENSOR_PARALLEL_PLANS = {
             **at("transformer_blocks.*", SANA_BLOCK),
             "transformer_blocks.*.ff.conv_temp": "conv_gather:mlp",
             **SANA_COMMON,
-            "patch_embedding": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "patch_embedding": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         heads=SANA_HEADS,
     )

@@ -1,6 +1,15 @@
 """Stable Diffusion 3 and 3.5, and their ControlNets."""
 
-from .building_blocks import ADDED_ATTENTION, ATTENTION, ATTENTION_OUT, FEED_FORWARD
+from .building_blocks import (
+    ADDED_ATTENTION,
+    ATTENTION,
+    ATTENTION_OUT,
+    FEED_FORWARD,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    ONE_ROW,
+    SMALL_LINEAR,
+)
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -14,21 +23,21 @@ _COMMON = {
     **at("transformer_blocks.*.ff_context", FEED_FORWARD, optional=True),
     "transformer_blocks.*.norm1.linear": "modulation",
     "transformer_blocks.*.norm1_context.linear?": "modulation",
-    "pos_embed?": "replicate:few input channels; every rank needs the output",
-    "context_embedder?": "replicate:one small Linear; every rank needs the output",
-    "time_text_embed": "replicate:one row a step; every rank needs the output",
+    "pos_embed?": FEW_INPUTS,
+    "context_embedder?": SMALL_LINEAR,
+    "time_text_embed": ONE_ROW,
 }
 
 TENSOR_PARALLEL_PLANS = {
     "SD3Transformer2DModel": TensorParallelPlan(
-        {**_COMMON, "norm_out.linear": "modulation", "proj_out": "replicate:few output channels"},
+        {**_COMMON, "norm_out.linear": "modulation", "proj_out": FEW_OUTPUTS},
         embedding="time_text_embed",
     ),
     "SD3ControlNetModel": TensorParallelPlan(
         {
             **_COMMON,
             "controlnet_blocks.*": "gather",
-            "pos_embed_input": "replicate:few input channels; every rank needs the output",
+            "pos_embed_input": FEW_INPUTS,
         },
         embedding="time_text_embed",
     ),

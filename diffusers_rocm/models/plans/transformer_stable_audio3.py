@@ -1,5 +1,6 @@
 """Stable Audio 3."""
 
+from .building_blocks import FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan, gather, leading_count, split, split_trailing
 from .plan import TensorParallelPlan, at
 
@@ -28,8 +29,8 @@ TENSOR_PARALLEL_PLANS = {
             **at("to_cond_embed", _TWO_LINEARS),
             **at("to_global_embed", _TWO_LINEARS),
             **at("global_cond_embedder", _TWO_LINEARS),
-            "proj_in": "replicate:few input channels; every rank needs the output",
-            "proj_out": "replicate:few output channels",
+            "proj_in": FEW_INPUTS,
+            "proj_out": FEW_OUTPUTS,
         },
         heads={"heads": ("num_heads", lambda config: config["embed_dim"] // config["num_heads"])},
     )

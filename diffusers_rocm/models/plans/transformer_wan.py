@@ -2,27 +2,14 @@
 
 from diffusers import WanTransformer3DModel
 
-from .building_blocks import FEED_FORWARD
+from .building_blocks import ATTENTION_OVER_ALL_HEADS, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS
 from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan, at
 
 
-# q and k are normalised across all heads, before they are rotated.
-WAN_ATTENTION = {
-    "": "local:heads=heads",
-    "to_q": "column:heads",
-    "to_k": "column:heads",
-    "to_v": "column:heads",
-    "norm_q": "norm:heads",
-    "norm_k": "norm:heads",
-    "to_qkv?": "column:heads+heads+heads",
-    "to_kv?": "column:heads+heads",
-    "to_out.0": "row:heads",
-}
-
 # With the image's keys and values, of image to video with Wan 2.1.
 WAN_CROSS_ATTENTION = {
-    **WAN_ATTENTION,
+    **ATTENTION_OVER_ALL_HEADS,
     "add_k_proj?": "column:heads",
     "add_v_proj?": "column:heads",
     "norm_added_k?": "norm:heads",
@@ -30,7 +17,7 @@ WAN_CROSS_ATTENTION = {
 }
 
 WAN_BLOCK = {
-    **at("attn1", WAN_ATTENTION),
+    **at("attn1", ATTENTION_OVER_ALL_HEADS),
     **at("attn2", WAN_CROSS_ATTENTION),
     **at("ffn", FEED_FORWARD),
 }
@@ -38,8 +25,8 @@ WAN_BLOCK = {
 WAN = {
     **at("blocks.*", WAN_BLOCK),
     "condition_embedder": "replicate:under 2% of the weights; its output is whole, for each token in 5B",
-    "patch_embedding": "replicate:few input channels; every rank needs the output",
-    "proj_out": "replicate:few output channels",
+    "patch_embedding": FEW_INPUTS,
+    "proj_out": FEW_OUTPUTS,
 }
 
 TENSOR_PARALLEL_PLANS = {"WanTransformer3DModel": TensorParallelPlan(WAN)}

@@ -1,6 +1,6 @@
 """Wan Animate: Wan 2.2 led by a pose video and a face video."""
 
-from .building_blocks import ATTENTION
+from .building_blocks import ATTENTION, FEW_INPUTS
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 from .transformer_wan import WAN, WAN_SPLIT
@@ -11,7 +11,7 @@ TENSOR_PARALLEL_PLANS = {
         {
             **WAN,
             **at("face_adapter.*", {**ATTENTION, "to_kv?": "column:heads+heads", "to_out": "row:heads"}),
-            "pose_patch_embedding": "replicate:few input channels; every rank needs the output",
+            "pose_patch_embedding": FEW_INPUTS,
             "motion_encoder": "replicate:convolutions over the face video",
             "face_encoder": "replicate:convolutions over time, of a few tokens a frame",
         }

@@ -1,5 +1,6 @@
 """Wan VACE: a second stack of blocks, over the control video, whose outputs are added to the main one's."""
 
+from .building_blocks import FEW_INPUTS
 from .context_plan import ContextParallelPlan, split
 from .plan import TensorParallelPlan, at
 from .transformer_wan import WAN, WAN_BLOCK, WAN_SPLIT
@@ -12,7 +13,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("vace_blocks.*", WAN_BLOCK),
             "vace_blocks.*.proj_in?": "gather",
             "vace_blocks.*.proj_out": "gather",
-            "vace_patch_embedding": "replicate:few input channels; every rank needs the output",
+            "vace_patch_embedding": FEW_INPUTS,
         }
     )
 }

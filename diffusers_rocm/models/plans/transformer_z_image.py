@@ -1,6 +1,6 @@
 """Z-Image: Turbo, Base, Omni, and their ControlNets."""
 
-from .building_blocks import ATTENTION, ATTENTION_OUT
+from .building_blocks import ATTENTION, ATTENTION_OUT, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
@@ -27,11 +27,11 @@ TENSOR_PARALLEL_PLANS = {
             **at("context_refiner.*", _BLOCK),
             **at("siglip_refiner.*", _BLOCK, optional=True),
             "all_final_layer.*.adaLN_modulation.1": "gather",
-            "all_final_layer.*.linear": "replicate:few output channels",
-            "all_x_embedder.*": "replicate:few input channels; every rank needs the output",
-            "cap_embedder": "replicate:one small Linear; every rank needs the output",
-            "siglip_embedder?": "replicate:one small Linear; every rank needs the output",
-            "t_embedder": "replicate:one row a step; every rank needs the output",
+            "all_final_layer.*.linear": FEW_OUTPUTS,
+            "all_x_embedder.*": FEW_INPUTS,
+            "cap_embedder": SMALL_LINEAR,
+            "siglip_embedder?": SMALL_LINEAR,
+            "t_embedder": ONE_ROW,
         },
         heads=_HEADS,
         embedding="t_embedder",
@@ -41,13 +41,13 @@ TENSOR_PARALLEL_PLANS = {
         {
             **at("control_layers.*", _CONTROL_BLOCK),
             **at("control_noise_refiner.*", _CONTROL_BLOCK, optional=True),
-            "control_all_x_embedder.*": "replicate:few input channels; every rank needs the output",
+            "control_all_x_embedder.*": FEW_INPUTS,
             # The rest are the transformer's own modules, which may be sharded already.
             **at("noise_refiner.*", _REFINER_BLOCK, optional=True),
             **at("context_refiner.*", _BLOCK, optional=True),
-            "all_x_embedder.*?": "replicate:few input channels; every rank needs the output",
-            "cap_embedder?": "replicate:one small Linear; every rank needs the output",
-            "t_embedder?": "replicate:one row a step; every rank needs the output",
+            "all_x_embedder.*?": FEW_INPUTS,
+            "cap_embedder?": SMALL_LINEAR,
+            "t_embedder?": ONE_ROW,
         },
         heads=_HEADS,
     ),
