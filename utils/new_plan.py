@@ -108,7 +108,8 @@ def main() -> int:
         parser.error(f"diffusers {diffusers.__version__} exports no {args.cls}")
     with torch.device("meta"):
         model = cls()
-    count = next((key for key in ("num_attention_heads", "num_heads", "n_heads") if key in model.config), None)
+    named = [key for key, value in model.config.items() if key.endswith("heads") and isinstance(value, int)]
+    count = min(named, key=lambda key: ("kv" in key, "num_attention_heads" not in key, len(key)), default=None)
     if count is None:
         parser.error(f"the config of {args.cls} names no number of heads: {', '.join(model.config)}")
     if "attention_head_dim" in model.config:
