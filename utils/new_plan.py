@@ -8,6 +8,7 @@ It looks at names and shapes of the default config, on the meta device; what the
 import argparse
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import diffusers
@@ -20,6 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusers_rocm import verify_plan  # noqa: E402
 from diffusers_rocm.models.plans import TENSOR_PARALLEL_PLANS, building_blocks  # noqa: E402
 from diffusers_rocm.models.plans.plan import TensorParallelPlan, at  # noqa: E402
+
+
+# The names that the Linears of a feed-forward go by: up and down; gate, up and down.
+PAIRS = (("net.0.proj", "net.2"), ("linear_1", "linear_2"), ("fc1", "fc2"), ("proj_in", "proj_out"), ("ff.0", "ff.3"))
+GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
 
 
 def pattern(model: nn.Module, path: str) -> str:
@@ -41,13 +47,13 @@ def features(module: nn.Module, path: str) -> int | None:
 
 def feed_forward(module: nn.Module) -> dict[str, str] | None:
     """The rules of a feed-forward by the names that its Linears go by."""
-    for up, down in (("net.0.proj", "net.2"), ("linear_1", "linear_2"), ("fc1", "fc2"), ("proj_in", "proj_out")):
+    for up, down in PAIRS:
         wide, linear = features(module, up), features(module, down)
         if wide and linear:
             inner = module.get_submodule(down).in_features
             if wide in (inner, 2 * inner):
                 return {up: "column:mlp" if wide == inner else "column:mlp+mlp", down: "row:mlp"}
-    for gate, up, down in (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")):
+    for gate, up, down in GATED:
         if features(module, gate) and features(module, up) and features(module, down):
             return {gate: "column:mlp", up: "column:mlp", down: "row:mlp"}
     return None
@@ -66,7 +72,8 @@ def attention(module: nn.Module, heads: int) -> dict[str, str] | None:
         elif child is not None and style == "head_norm" and getattr(child, "weight", None) is not None:
             rules[name] = style if child.weight.numel() * heads == features(module, "to_q") else "norm:heads"
         elif child is not None:
-            rules[name] = style
+            shared = name in ("to_k", "to_v") and features(module, name) < features(module, "to_q")
+            rules[name] = "column:kv" if shared else style
     return rules
 
 
@@ -81,7 +88,7 @@ def draft(model: nn.Module, count: str) -> dict[str, str]:
     """Path -> style for every Linear of the model, as far as names and shapes tell."""
     rules: dict[str, str] = {}
     covered: tuple[str, ...] = ()
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total, whole = sum(parameter.numel() for parameter in model.parameters()), Counter()
     for path, module in model.named_modules():
         if path.startswith(covered):
             continue
@@ -93,8 +100,9 @@ def draft(model: nn.Module, count: str) -> dict[str, str]:
             covered += tuple(f"{path}.{name.removesuffix('?')}" for name in found if name)
         elif isinstance(module, nn.Linear):
             modulates = re.search("norm|mod|ada", path) and module.out_features >= 2 * module.in_features
-            share = module.weight.numel() / total
-            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO ({share:.2%} of the weights)"
+            whole[pattern(model, path)] += module.weight.numel()
+            share = f"{whole[pattern(model, path)] / total:.2%} of the weights"
+            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO ({share})"
     return rules
 
 
@@ -120,11 +128,18 @@ def main() -> int:
         dim = lambda config: width // config[count]  # noqa: E731
         written = f'lambda config: config["{key or "TODO"}"] // config["{count}"]'
     rules = draft(model, count)
+    heads, described = {"heads": (count, dim)}, f'{{"heads": ("{count}", {written})}}'
+    fewer = next((key for key in named if "kv" in key), None)
+    if "column:kv" in rules.values() and fewer is not None:
+        size = dim if callable(dim) else lambda config: config[dim]
+        group = model.config[count] // model.config[fewer]
+        heads = {"heads": (fewer, lambda config: group * size(config)), "kv": (fewer, size)}
+        described = f'{{"heads": ("{fewer}", TODO: {group} heads), "kv": ("{fewer}", {written})}}'
     print(f'TENSOR_PARALLEL_PLANS = {{\n    "{args.cls}": TensorParallelPlan(\n        {{')
     for path, style in rules.items():
         print(f'            "{path}": "{style}",')
-    print(f'        }},\n        heads={{"heads": ("{count}", {written})}},\n    )\n}}\n')
-    TENSOR_PARALLEL_PLANS[args.cls] = TensorParallelPlan(rules, heads={"heads": (count, dim)})
+    print(f"        }},\n        heads={described},\n    )\n}}\n")
+    TENSOR_PARALLEL_PLANS[args.cls] = TensorParallelPlan(rules, heads=heads)
     try:
         print(verify_plan(model, args.tp))
     except ValueError as error:
