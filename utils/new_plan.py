@@ -117,7 +117,11 @@ def main() -> int:
     with torch.device("meta"):
         model = cls()
     named = [key for key, value in model.config.items() if key.endswith("heads") and isinstance(value, int)]
-    count = min(named, key=lambda key: ("kv" in key, "num_attention_heads" not in key, len(key)), default=None)
+    count = min(
+        named,
+        key=lambda key: (bool(re.search("kv|key_value", key)), "num_attention_heads" not in key, len(key)),
+        default=None,
+    )
     if count is None:
         parser.error(f"the config of {args.cls} names no number of heads: {', '.join(model.config)}")
     if "attention_head_dim" in model.config:
@@ -129,7 +133,7 @@ def main() -> int:
         written = f'lambda config: config["{key or "TODO"}"] // config["{count}"]'
     rules = draft(model, count)
     heads, described = {"heads": (count, dim)}, f'{{"heads": ("{count}", {written})}}'
-    fewer = next((key for key in named if "kv" in key), None)
+    fewer = next((key for key in named if re.search("kv|key_value", key)), None)
     if "column:kv" in rules.values() and fewer is not None:
         size = dim if callable(dim) else lambda config: config[dim]
         group = model.config[count] // model.config[fewer]
