@@ -25,7 +25,12 @@ from diffusers_rocm.models.plans.plan import TensorParallelPlan, at  # noqa: E40
 
 # The names that the Linears of a feed-forward go by: up and down; gate, up and down.
 PAIRS = (("net.0.proj", "net.2"), ("linear_1", "linear_2"), ("fc1", "fc2"), ("proj_in", "proj_out"), ("ff.0", "ff.3"))
-GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
+GATED = (
+    ("w1", "w3", "w2"),
+    ("linear_1", "linear_3", "linear_2"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate", "up", "down"),
+)
 
 
 def pattern(model: nn.Module, path: str) -> str:
@@ -47,15 +52,15 @@ def features(module: nn.Module, path: str) -> int | None:
 
 def feed_forward(module: nn.Module) -> dict[str, str] | None:
     """The rules of a feed-forward by the names that its Linears go by."""
+    for gate, up, down in GATED:
+        if all(features(module, name) for name in (gate, up, down)):
+            return {gate: "column:mlp", up: "column:mlp", down: "row:mlp"}
     for up, down in PAIRS:
         wide, linear = features(module, up), features(module, down)
         if wide and linear:
             inner = module.get_submodule(down).in_features
             if wide in (inner, 2 * inner):
                 return {up: "column:mlp" if wide == inner else "column:mlp+mlp", down: "row:mlp"}
-    for gate, up, down in GATED:
-        if features(module, gate) and features(module, up) and features(module, down):
-            return {gate: "column:mlp", up: "column:mlp", down: "row:mlp"}
     return None
 
 
@@ -117,10 +122,9 @@ def main() -> int:
     with torch.device("meta"):
         model = cls()
     named = [key for key, value in model.config.items() if key.endswith("heads") and isinstance(value, int)]
+    shared = re.compile("kv|key_value")
     count = min(
-        named,
-        key=lambda key: (bool(re.search("kv|key_value", key)), "num_attention_heads" not in key, len(key)),
-        default=None,
+        named, key=lambda key: (bool(shared.search(key)), "attention_heads" not in key, len(key)), default=None
     )
     if count is None:
         parser.error(f"the config of {args.cls} names no number of heads: {', '.join(model.config)}")
@@ -133,7 +137,7 @@ def main() -> int:
         written = f'lambda config: config["{key or "TODO"}"] // config["{count}"]'
     rules = draft(model, count)
     heads, described = {"heads": (count, dim)}, f'{{"heads": ("{count}", {written})}}'
-    fewer = next((key for key in named if re.search("kv|key_value", key)), None)
+    fewer = next((key for key in named if shared.search(key)), None)
     if "column:kv" in rules.values() and fewer is not None:
         size = dim if callable(dim) else lambda config: config[dim]
         group = model.config[count] // model.config[fewer]
