@@ -71,6 +71,7 @@ def digest(model: torch.nn.Module) -> str:
     said, name = [], type(model).__name__
     if plan := TENSOR_PARALLEL_PLANS.get(name):
         blocks = {block: plan.head_shard(block, model.config) for block in plan.heads}
+        said.append(plan.activated)
         said += [dict(plan.rules), blocks, plan.embedding_path(model.config)]
     if plan := CONTEXT_PARALLEL_PLANS.get(name):
         said.append(plan)

@@ -119,8 +119,11 @@ def main() -> int:
     cls = getattr(diffusers, args.cls, None)
     if cls is None:
         parser.error(f"diffusers {diffusers.__version__} exports no {args.cls}")
-    with torch.device("meta"):
-        model = cls()
+    try:
+        with torch.device("meta"):
+            model = cls()
+    except Exception as error:
+        parser.error(f"the default config of {args.cls} builds no model: {type(error).__name__}: {error}")
     named = [key for key, value in model.config.items() if key.endswith("heads") and isinstance(value, int)]
     shared = re.compile("kv|key_value")
     count = min(
@@ -131,7 +134,7 @@ def main() -> int:
     if "attention_head_dim" in model.config:
         dim, written = "attention_head_dim", '"attention_head_dim"'
     else:
-        width = next(m.to_q.out_features for m in model.modules() if features(m, "to_q"))
+        width = next((m.to_q.out_features for m in model.modules() if features(m, "to_q")), model.config[count])
         key = next((key for key, value in model.config.items() if value == width), None)
         dim = lambda config: width // config[count]  # noqa: E731
         written = f'lambda config: config["{key or "TODO"}"] // config["{count}"]'

@@ -142,8 +142,10 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         for path, module in modules:
             hooks += _module_hooks(module, path or name, plan.modules[rule], split)
     alone = {path: stream for _, stream, modules in match(model, plan.alone) for path, _ in modules}
+    idle = {path: argument for _, argument, modules in match(model, plan.idle) for path, _ in modules}
+    asking = {path for _, _, modules in match(model, dict.fromkeys(plan.main_asks)) for path, _ in modules}
     for path, module in parallel:
-        hooks += _must_reach(module, path, alone.get(path), split)
+        hooks += _must_reach(module, path, split, alone.get(path), path in asking, idle.get(path))
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_says(split, "keys_are_whole", True)) for _, layer in layers]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
@@ -247,6 +249,8 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
                 continue
             value = where[index]
             if isinstance(how, Refused):
+                if not how.when(value):
+                    continue
                 raise ValueError(f"{split.name}: a split sequence cannot go with {key}: {how.reason}")
             if isinstance(how, SplitAlready):
                 split.lengths[key] = split.lengths[how.stream]
@@ -302,15 +306,17 @@ def _says(split: SequenceSplit, name: str, value: bool) -> Callable:
     return hook
 
 
-def _must_reach(module: nn.Module, path: str, alone: str | None, split: SequenceSplit) -> list[RemovableHandle]:
+def _must_reach(
+    module: nn.Module, path: str, split: SequenceSplit, alone: str | None, main_asks: bool, idle: str | None
+) -> list[RemovableHandle]:
     """A module that computes attention by itself would see this rank's tokens only, and paint a wrong picture."""
 
     def before(module: nn.Module, args: tuple) -> None:
-        split.reached, split.alone = False, alone
+        split.reached, split.alone, split.main_asks = False, alone, main_asks
         split.window = getattr(module, "sliding_window", None)
 
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
-        if split.reached or _may_be_cached(module):
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        if split.reached or _may_be_cached(module) or idle is not None and kwargs.get(idle):
             return
         if split_of(module) is None:
             raise ValueError(
@@ -322,4 +328,4 @@ def _must_reach(module: nn.Module, path: str, alone: str | None, split: Sequence
             "this rank's tokens only; if all its keys are there, name it in the plan's `whole`"
         )
 
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    return [module.register_forward_pre_hook(before), module.register_forward_hook(after, with_kwargs=True)]

@@ -34,6 +34,7 @@ class SequenceSplit:
         self.queries_are_whole = False  # the same of its queries
         self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
         self._masked_items = 0  # of the batch, for which attention has taken it
+        self.main_asks = False  # alone, and all streams answer, in that module
         self.alone: str | None = None  # the only stream that the attention module that runs is over
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
@@ -114,14 +115,13 @@ class SequenceSplit:
             f"of the sequences {self.lengths}; attention to keys that are not split belongs in the plan's `whole`"
         )
 
-    def _around_queries(self, queries: int, keys: int) -> tuple[int, int] | None:
-        """Where the main stream alone asks, and all streams answer: how many tokens here are before and after it."""
+    def _among_all(self, q: Tensor) -> tuple[Tensor, int]:
+        """The main stream's queries in the place that they have among those of all streams, and where that begins."""
         streams = [stream for stream in self.plan.streams if stream in self.lengths]
         held = [self.layout_of(self.lengths[each]).length(self.cp.rank) for each in streams]
-        at = streams.index(self.plan.main) if self.plan.main in streams else len(streams)
-        if queries == keys or held[at : at + 1] != [queries] or sum(held) != keys:
-            return None
-        return sum(held[:at]), sum(held[at + 1 :])
+        at = streams.index(self.plan.main)
+        before, after = sum(held[:at]), sum(held[at + 1 :])
+        return F.pad(q, (0, 0, 0, 0, before, after)), before
 
     def attend(
         self,
@@ -155,9 +155,10 @@ class SequenceSplit:
                 raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
             layout = self.layout_of(self.lengths[self.plan.main])
             return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
-        if around := self._around_queries(q.shape[1], k.shape[1]):
-            every = F.pad(q, (0, 0, 0, 0, *around))
-            return self.attend(every, k, v, mask, scale, is_causal, kernel).narrow(1, around[0], q.shape[1])
+        if self.main_asks:
+            self.main_asks = False
+            among, start = self._among_all(q)
+            return self.attend(among, k, v, mask, scale, is_causal, kernel).narrow(1, start, q.shape[1])
         if self.key_mask is not None:
             mask = self._next_mask(q.shape[0])
         if self.window is not None and mask is None:

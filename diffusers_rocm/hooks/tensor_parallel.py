@@ -98,8 +98,9 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
         raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
     for name, count in plan.head_counts(model.config).items():
         if world > count:
+            what = "key/value heads" if "kv" in plan.heads else f"attention {name}"
             raise ValueError(
-                f"tp={world} exceeds the {count} attention {name} of this {type(model).__name__}; use tp <= {count}"
+                f"tp={world} exceeds the {count} {what} of this {type(model).__name__}; use tp <= {count}"
             )
     placements = []
     for rule, rule_style, found in match(model, plan.rules):
@@ -138,7 +139,21 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             if short:
                 raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
             placements.append(Placement(path, module, name, shards, local))
+    _refuse_unplanned_processors(model, plan)
     return placements
+
+
+def _refuse_unplanned_processors(model: nn.Module, plan: TensorParallelPlan) -> None:
+    """Layers that a user's processor brings see local heads: without a rule they would be silently wrong."""
+    planned = tuple(path for _, _, found in match(model, plan.rules) for path, _ in found if path)
+    for path, module in model.named_modules():
+        known = path in planned or path.startswith(tuple(f"{each}." for each in planned if "processor" in each))
+        if ".processor." in path and isinstance(module, nn.Linear) and not known:
+            processor = type(model.get_submodule(f"{path.partition('.processor.')[0]}.processor")).__name__
+            raise ValueError(
+                f"the plan of {type(model).__name__} has no rule for {path}, of a {processor}: set another processor, "
+                "or keep this model whole"
+            )
 
 
 @torch.inference_mode(False)

@@ -31,7 +31,7 @@ def get_tensor_parallel_plan(cls: type[nn.Module]) -> TensorParallelPlan:
         ValueError: there is none; says why, where that is known, and names the nearest classes that have one.
     """
     name = cls.__name__
-    if name not in TENSOR_PARALLEL_PLANS:
+    if name not in TENSOR_PARALLEL_PLANS or not _is_diffusers(cls):
         raise ValueError(f"{name} has no tensor-parallel plan{_instead(name, 'tensor')}")
     return TENSOR_PARALLEL_PLANS[name]
 
@@ -47,7 +47,7 @@ def get_context_parallel_plan(
         ValueError: there is none, or one of diffusers' that is wrong; names the nearest classes that have one.
     """
     name = cls.__name__
-    plan = CONTEXT_PARALLEL_PLANS.get(name)
+    plan = CONTEXT_PARALLEL_PLANS.get(name) if _is_diffusers(cls) else None
     if isinstance(cp_plan, ContextParallelPlan):
         return cp_plan
     if cp_plan is None and plan is None and name not in WITHOUT_CONTEXT_PARALLEL_PLAN:
@@ -57,6 +57,11 @@ def get_context_parallel_plan(
     if plan is None:
         raise ValueError(f"{name} has no context-parallel plan{_instead(name, 'context')}; or pass one as cp_plan=")
     return plan
+
+
+def _is_diffusers(cls: type[nn.Module]) -> bool:
+    """Not another class of the same name."""
+    return cls.__module__.partition(".")[0] == "diffusers"
 
 
 def _instead(name: str, kind: str) -> str:

@@ -21,9 +21,10 @@ class ByTokens:
 
 @dataclass(frozen=True)
 class Refused:
-    """An argument with which the sequence cannot be split, and why."""
+    """An argument with which the sequence cannot be split, and why: any but None, or what `when` says."""
 
     reason: str
+    when: Callable[[Any], bool] = lambda value: True
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class ContextParallelPlan:
             cross-attention): they are left alone.
         whole_keys: paths of layers that make keys of something that every rank has whole, in a processor that attends
             to split ones too: the attention that follows them is local.
+        main_asks: paths of attention modules where `main` alone asks, and all streams answer.
+        idle: paths of attention modules -> the argument by which, where it is true, they compute no attention.
         whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
         causal: the stream whose tokens attend to those before them in it, where the others attend to all.
         impossible: path of a module -> why a model that has it cannot be split.
@@ -94,6 +97,8 @@ class ContextParallelPlan:
     whole: tuple[str, ...] = ()
     whole_keys: tuple[str, ...] = ()
     whole_queries: tuple[str, ...] = ()
+    main_asks: tuple[str, ...] = ()
+    idle: Mapping[str, str] = field(default_factory=dict)
     causal: str | None = None
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True

@@ -13,7 +13,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("transformer_blocks.*.attn1", ATTENTION | ATTENTION_OUT),
             **at("transformer_blocks.*.ff", FEED_FORWARD),
             **at("transformer_blocks.*.norm1.emb.timestep_embedder", TWO_LINEARS),
-            "transformer_blocks.*.norm1.emb.class_embedder": "replicate:a table, of which a step looks up one row",
+            "transformer_blocks.*.norm1.emb.class_embedder.embedding_table": "embedding",
             "transformer_blocks.*.norm1.linear": "gather",
             "proj_out_1": "gather",
             "pos_embed": FEW_INPUTS,

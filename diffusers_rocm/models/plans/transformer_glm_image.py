@@ -1,5 +1,7 @@
 """GLM-Image."""
 
+from typing import Any
+
 from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
 from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
@@ -24,6 +26,11 @@ TENSOR_PARALLEL_PLANS = {
     )
 }
 
+
+def _keeps(caches: Any) -> bool:
+    return any(cache.mode in ("write", "read") for cache in caches.caches)
+
+
 # diffusers has none.
 CONTEXT_PARALLEL_PLANS = {
     "GlmImageTransformer2DModel": ContextParallelPlan(
@@ -31,7 +38,7 @@ CONTEXT_PARALLEL_PLANS = {
             "": {
                 "image_rotary_emb": split(0, 2),
                 "attention_mask": Refused("its processor makes a mask of one rank's queries and keys of it"),
-                "kv_caches": Refused("the keys that were kept of a picture are not split"),
+                "kv_caches": Refused("the keys that were kept of a picture are not split", _keeps),
             },
             "rope": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
             "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},

@@ -1,7 +1,7 @@
 """LTX-2: video and audio, each in a stream of its own, that attend to each other."""
 
 from .building_blocks import FEED_FORWARD
-from .context_plan import ContextParallelPlan, gather, split
+from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -68,7 +68,12 @@ _COORDINATES = {"coords": split(2, 4)}
 CONTEXT_PARALLEL_PLANS = {
     "LTX2VideoTransformer3DModel": ContextParallelPlan(
         {
-            "": {"hidden_states": split(1, 3), "timestep": split(1, 2), "video_keyframes_mask?": split(1, 3)},
+            "": {
+                "hidden_states": split(1, 3),
+                "timestep": split(1, 2),
+                "video_keyframes_mask?": split(1, 3),
+                "video_self_attention_mask?": Refused("its processor fits the mask to one rank's tokens"),
+            },
             "rope": _COORDINATES,
             "cross_attn_rope": _COORDINATES,
             "proj_out": gather(),
@@ -80,6 +85,7 @@ CONTEXT_PARALLEL_PLANS = {
             "transformer_blocks.*.audio_attn2",
             "transformer_blocks.*.audio_to_video_attn",
         ),
+        idle={"transformer_blocks.*.attn1": "all_perturbed"},
         whole_queries=("transformer_blocks.*.video_to_audio_attn",),
     )
 }

@@ -44,6 +44,7 @@ CONTEXT_PARALLEL_PLANS = {
             "pe_embedder": {0: split(2, 6, output=True)},
             "blocks.0": {"hidden_states": split(1, 3)},
             "final_layer": gather(),
-        }
+        },
+        main_asks=("blocks.*.attention",),
     )
 }

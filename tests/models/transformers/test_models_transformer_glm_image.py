@@ -71,6 +71,19 @@ class GlmImageCachedTransformerTesterConfig(GlmImageTransformerTesterConfig):
         return super().get_output(model, {**inputs, "kv_caches": caches})
 
 
+class GlmImagePipelineTransformerTesterConfig(GlmImageTransformerTesterConfig):
+    """Text to image as the pipeline does it: with a cache that keeps nothing."""
+
+    def get_output(self, model, inputs):
+        caches = diffusers.models.transformers.transformer_glm_image.GlmImageKVCache(model.config.num_layers)
+        caches.set_mode("skip")
+        return super().get_output(model, {**inputs, "kv_caches": caches})
+
+
+class TestGlmImagePipelineTransformer(GlmImagePipelineTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
 class TestGlmImageCachedTransformer(GlmImageCachedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 

@@ -1,3 +1,4 @@
+import inspect
 import unittest
 
 import torch
@@ -79,9 +80,31 @@ class LTX23TransformerTesterConfig(LTX2TransformerTesterConfig):
         }
 
 
+class LTX23GuidedTransformerTesterConfig(LTX23TransformerTesterConfig):
+    """Spatio-temporal guidance, on in 2.3's pipelines: a block passes its values on, without attention."""
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {**super().get_dummy_inputs(batch_size), "spatio_temporal_guidance_blocks": [1]}
+
+
 class TestLTX2Transformer(LTX2TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
 
+HAS_LTX_2_3 = unittest.skipUnless(
+    "gated_attn" in inspect.signature(LTX2VideoTransformer3DModel).parameters, "this diffusers has no LTX 2.3"
+)
+
+
+@HAS_LTX_2_3
 class TestLTX23Transformer(LTX23TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
+
+
+@HAS_LTX_2_3
+class TestLTX23GuidedTransformer(LTX23GuidedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    without_effect = {
+        "transformer_blocks.1.*attn1.to_q.*": "no attention in that block",
+        "transformer_blocks.1.*attn1.to_k.*": "no attention in that block",
+        "transformer_blocks.1.*attn1.norm_?.*": "no attention in that block",
+    }

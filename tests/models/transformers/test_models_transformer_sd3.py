@@ -2,7 +2,11 @@ import unittest
 
 import torch
 from diffusers import SD3Transformer2DModel
+from diffusers.models.attention_processor import JointAttnProcessor2_0, SD3IPAdapterJointAttnProcessor2_0
 
+import diffusers_rocm
+
+from ...testing_utils import message_of
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.context_parallelism import ContextParallelTesterMixin
 from ..testing_utils.plans import PlanTesterMixin
@@ -39,7 +43,47 @@ class SD3TransformerTesterConfig(BaseModelTesterConfig):
             "encoder_hidden_states": randn(batch_size, 11, 32, seed=2),
             "pooled_projections": randn(batch_size, 24, seed=3),
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],
+            "block_controlnet_hidden_states": [randn(batch_size, 15, 40, seed=4)],
         }
+
+
+class SD3IPAdapterTransformerTesterConfig(SD3TransformerTesterConfig):
+    """The prompt's image has keys and values of its own, in the processors."""
+
+    cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "the image attends to itself and to the")
+
+    def get_model(self, seed=0, dtype=torch.float32):
+        model = super().get_model(seed, dtype)
+        for index, block in enumerate(model.transformer_blocks):
+            processor = SD3IPAdapterJointAttnProcessor2_0(40, 12, 8, timesteps_emb_dim=16)
+            generator = torch.Generator().manual_seed(index)
+            with torch.no_grad():
+                for parameter in processor.parameters():
+                    parameter.normal_(0.1, 0.3, generator=generator)
+            block.attn.set_processor(processor.to(dtype))
+        return model
+
+    def get_dummy_inputs(self, batch_size=1):
+        prompted = {"ip_hidden_states": randn(batch_size, 9, 12, seed=5), "temb": randn(batch_size, 16, seed=6)}
+        return {**super().get_dummy_inputs(batch_size), "joint_attention_kwargs": prompted}
+
+
+class OwnLayers(torch.nn.Module, JointAttnProcessor2_0):
+    def __init__(self):
+        super().__init__()
+        self.to_k_of_mine = torch.nn.Linear(40, 40)
+
+
+class TestSD3Processors(unittest.TestCase):
+    def test_layers_of_a_processor_without_a_rule(self):
+        model = SD3TransformerTesterConfig().get_model()
+        model.transformer_blocks[1].attn.set_processor(OwnLayers())
+        message = message_of(diffusers_rocm.verify_plan, model, 2)
+        assert "no rule for transformer_blocks.1.attn.processor.to_k_of_mine, of a OwnLayers" in message
+
+
+class TestSD3IPAdapterTransformer(SD3IPAdapterTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
 
 
 class TestSD3Transformer(SD3TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
