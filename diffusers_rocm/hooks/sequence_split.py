@@ -34,7 +34,7 @@ class SequenceSplit:
         self.queries_are_whole = False  # the same of its queries
         self.key_mask: Tensor | None = None  # over the joined sequence, of the block that runs
         self._masked_items = 0  # of the batch, for which attention has taken it
-        self.main_asks = False  # alone, and all streams answer, in that module
+        self.main_asks = False  # alone, and all streams answer, in attention of that module
         self.alone: str | None = None  # the only stream that the attention module that runs is over
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
@@ -155,8 +155,7 @@ class SequenceSplit:
                 raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
             layout = self.layout_of(self.lengths[self.plan.main])
             return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
-        if self.main_asks:
-            self.main_asks = False
+        if self.main_asks and q.shape[1] != k.shape[1]:
             among, start = self._among_all(q)
             return self.attend(among, k, v, mask, scale, is_causal, kernel).narrow(1, start, q.shape[1])
         if self.key_mask is not None:

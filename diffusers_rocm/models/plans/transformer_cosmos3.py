@@ -63,5 +63,6 @@ CONTEXT_PARALLEL_PLANS = {
         streams=("und_seq", "gen_seq"),
         main="gen_seq",
         causal="und_seq",
+        main_asks=("layers.*.self_attn",),
     )
 }
