@@ -66,6 +66,7 @@ CONTEXT_PARALLEL_PLANS = {
             "proj_out": gather(),
         },
         streams=("hidden_states", "encoder_hidden_states"),
+        main_asks=("transformer_blocks.*.attn",),
         impossible={
             "transformer_blocks.*.img_mlp.experts": "each expert chooses its tokens among all of the image's, so the "
             "choice among a part of them is another"
