@@ -46,6 +46,16 @@ class BaseModelTesterConfig:
         inputs = self.get_dummy_inputs(batch_size)
         return {name: x.to(self.device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
+    def cast(self, inputs: dict, dtype: torch.dtype) -> dict:
+        """The activations, and lists of them, in another dtype."""
+
+        def each(name, value):
+            if isinstance(value, list):
+                return [x.to(dtype) for x in value]
+            return value.to(dtype) if name in self.floating_inputs else value
+
+        return {name: each(name, value) for name, value in inputs.items()}
+
     def get_output(self, model: nn.Module, inputs: dict) -> torch.Tensor:
         """The model's answer as one tensor, whatever its structure."""
         return flatten_output(model(**inputs, return_dict=False))

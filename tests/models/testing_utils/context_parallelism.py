@@ -47,7 +47,7 @@ def bf16_worker(config: BaseModelTesterConfig, split: tuple) -> tuple[float, flo
     inputs = config.get_inputs(2)
     reference = config.get_output(config.get_model(dtype=torch.bfloat16).float(), inputs)
     model = config.get_model(dtype=torch.bfloat16)
-    inputs = {k: v.bfloat16() if k in config.floating_inputs else v for k, v in inputs.items()}
+    inputs = config.cast(inputs, torch.bfloat16)
     single = config.get_output(model, inputs)
     enable(model, split)
     return relative_l2(single, reference), relative_l2(config.get_output(model, inputs), reference)

@@ -68,7 +68,7 @@ def bf16_worker(config: BaseModelTesterConfig, tp: int, autocast: bool) -> tuple
         model = reference_model
     else:
         model = config.get_model(dtype=torch.bfloat16)
-        inputs = {k: v.bfloat16() if k in config.floating_inputs else v for k, v in inputs.items()}
+        inputs = config.cast(inputs, torch.bfloat16)
     with torch.autocast(config.device, torch.bfloat16, enabled=autocast):
         single = config.get_output(model, inputs)
         model.enable_parallelism(config=TensorParallelConfig(tp=tp))
