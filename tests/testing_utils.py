@@ -50,6 +50,10 @@ class NoGroup(RanksFailed):
     """The ranks could not connect: nothing of the test has run on the rank that says so."""
 
 
+class _NotConnected(str):
+    """The traceback of such a rank."""
+
+
 class RankPool:
     """Processes that become the ranks of a fresh group for each case: over Gloo, or NCCL for accelerators."""
 
@@ -83,7 +87,7 @@ class RankPool:
             answers, failures = self._collect(world, time.monotonic() + timeout)
         if failures:
             self.close()  # the ranks that did not fail may wait in a collective for ever
-            kind = NoGroup if any("init_process_group" in text for text in failures.values()) else RanksFailed
+            kind = NoGroup if any(isinstance(text, _NotConnected) for text in failures.values()) else RanksFailed
             raise kind("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
         return [answers[rank] for rank in range(world)]
 
@@ -118,6 +122,7 @@ def _serve(connection: Connection) -> None:
             world, rank, store, device, function, args = connection.recv()
         except EOFError:
             return
+        connected = False
         try:
             if world > 1:
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -128,9 +133,10 @@ def _serve(connection: Connection) -> None:
                     torch.accelerator.set_device_index(rank)
                     backends = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
                     dist.init_process_group(backends, timeout=timedelta(seconds=60), **group)
+            connected = True
             answer = (True, function(*args))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = (False, (str if connected else _NotConnected)(traceback.format_exc()))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
