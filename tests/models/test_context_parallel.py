@@ -33,7 +33,7 @@ from diffusers_rocm.hooks.sequence_split import SequenceSplit
 from diffusers_rocm.models.attention_dispatch import wrap_backend
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 
-from ..testing_utils import relative_l2, run_ranks, slow
+from ..testing_utils import message_of, relative_l2, run_ranks, slow
 from .testing_utils.common import randn
 from .testing_utils.context_parallelism import enable
 from .testing_utils.parallelism import FLOAT32_BAR
@@ -79,12 +79,6 @@ def flux(**changes) -> FluxTransformer2DModel:
 def dispatch_with_dropout(split) -> None:
     x = torch.zeros(1, 4, 2, 8)
     dispatch_attention_fn(x, x, x, dropout_p=0.1, parallel_config=split)
-
-
-def message_of(function, *args, **kwargs) -> str:
-    with pytest.raises(ValueError) as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Guidance whose branches are shared by ranks: unmodified pipelines, the whole loop, against one process."""
 
 import unittest
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from diffusers_rocm.hooks.around_call import AroundCall
 
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
-from ..testing_utils import relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, run_ranks
 from .testing_utils import PIPELINES, build, latents
 
 
@@ -53,12 +52,6 @@ def parity_worker(name: str, degrees: dict, prompts: int) -> dict:
         "work": work,
         "restored": classes == [type(each) for each in (pipe, pipe.scheduler, *transformers(pipe))],
     }
-
-
-def message_of(function: Callable, *args, **kwargs) -> str:
-    with pytest.raises(ValueError) as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
 
 
 def errors_worker() -> dict:

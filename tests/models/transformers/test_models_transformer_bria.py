@@ -3,40 +3,21 @@ import unittest
 import torch
 from diffusers import BriaTransformer2DModel
 
-from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.common import randn
 from ..testing_utils.plans import PlanTesterMixin
+from .test_models_transformer_longcat_image import LongCatImageTransformerTesterConfig
 
 
-class BriaTransformerTesterConfig(BaseModelTesterConfig):
+class BriaTransformerTesterConfig(LongCatImageTransformerTesterConfig):
     """With the residuals of a ControlNet."""
 
     model_class = BriaTransformer2DModel
 
-    def get_init_dict(self):
-        return {
-            "in_channels": 16,
-            "num_layers": 2,
-            "num_single_layers": 2,
-            "attention_head_dim": 8,
-            "num_attention_heads": 5,
-            "joint_attention_dim": 32,
-            "axes_dims_rope": (4, 2, 2),
-        }
-
     def get_dummy_inputs(self, batch_size=1):
-        height, width, text = 5, 7, 11
-        image_ids = torch.zeros(height, width, 3)
-        image_ids[..., 1] += torch.arange(height)[:, None]
-        image_ids[..., 2] += torch.arange(width)[None]
-        text_ids = torch.zeros(text, 3)
-        text_ids[:, 1:] += torch.arange(text)[:, None]
         return {
-            "hidden_states": randn(batch_size, height * width, 16, seed=1),
-            "encoder_hidden_states": randn(batch_size, text, 32, seed=2),
+            **super().get_dummy_inputs(batch_size),
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],
-            "img_ids": image_ids.reshape(-1, 3),
-            "txt_ids": text_ids,
-            "controlnet_block_samples": [randn(batch_size, height * width, 40, seed=seed) for seed in (3, 4)],
+            "controlnet_block_samples": [randn(batch_size, 35, 40, seed=seed) for seed in (3, 4)],
         }
 
 
