@@ -50,8 +50,8 @@ class BaseModelTesterConfig:
         """The activations, and lists of them, in another dtype."""
 
         def each(name, value):
-            if isinstance(value, list):
-                return [x.to(dtype) for x in value]
+            if isinstance(value, list):  # of activations (Z-Image), or of shapes and lengths (Qwen-Image)
+                return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in value]
             return value.to(dtype) if name in self.floating_inputs else value
 
         return {name: each(name, value) for name, value in inputs.items()}
