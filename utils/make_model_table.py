@@ -7,17 +7,14 @@ python utils/make_model_table.py --check    fails if plans, tests or the page ha
 
 import argparse
 import hashlib
-import importlib
 import json
 import math
-import pkgutil
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import diffusers
-import pytest
 import torch
 from diffusers import ModelMixin
 
@@ -25,8 +22,6 @@ from diffusers import ModelMixin
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import tests.models.controlnets  # noqa: E402
-import tests.models.transformers  # noqa: E402
 from diffusers_rocm import verify_plan  # noqa: E402
 from diffusers_rocm.models.plans import (  # noqa: E402
     CONTEXT_PARALLEL_PLANS,
@@ -36,28 +31,13 @@ from diffusers_rocm.models.plans import (  # noqa: E402
 )
 from tests.models.testing_utils.common import BaseModelTesterConfig  # noqa: E402
 from tests.models.testing_utils.parallelism import FLOAT32_BAR  # noqa: E402
-from tests.models.testing_utils.plans import STRATEGIES, PlanTesterMixin, parity_worker  # noqa: E402
+from tests.models.testing_utils.plans import STRATEGIES, parity_worker  # noqa: E402
+from tests.models.testing_utils.variants import variants  # noqa: E402
 from tests.testing_utils import run_ranks  # noqa: E402
 
 
 RUN = ROOT / "docs" / "benchmarks" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
-
-
-def variants() -> dict[str, tuple[BaseModelTesterConfig, list[str]]]:
-    """By the name of the test: the config of each test of plans, and the strategies that it can have."""
-    found = {}
-    for package in (tests.models.transformers, tests.models.controlnets):
-        for module in pkgutil.iter_modules(package.__path__):
-            try:
-                names = vars(importlib.import_module(f"{package.__name__}.{module.name}"))
-            except pytest.skip.Exception:
-                continue
-            for name, each in names.items():
-                if isinstance(each, type) and issubclass(each, PlanTesterMixin) and each is not PlanTesterMixin:
-                    strategies = [strategy for strategy in STRATEGIES if strategy not in each.cannot]
-                    found[name.removeprefix("Test")] = each().config, strategies
-    return found
 
 
 def real_model(config: BaseModelTesterConfig) -> torch.nn.Module:

@@ -394,7 +394,7 @@ def _spread_mask(mask: Tensor, q: Tensor, k: Tensor, layout: Layout, cp: Axis) -
         return _gather_mask(mask, layout.lengths(), cp, -1)
     raise ValueError(
         f"a mask of {mask.shape[-2]} x {columns} needs a column for each of the {everything} keys, or one row for the "
-        f"{keys} keys of this rank"
+        f"{keys} keys of this rank; a processor that makes its mask of the tokens that it is given cannot be split"
     )
 
 

@@ -1,7 +1,7 @@
 """Allegro."""
 
 from .building_blocks import ATTENTION, ATTENTION_OUT, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW
-from .context_plan import ContextParallelPlan, gather, split
+from .context_plan import ContextParallelPlan, Refused, gather, split
 from .plan import TensorParallelPlan, at
 
 
@@ -24,7 +24,10 @@ TENSOR_PARALLEL_PLANS = {
 CONTEXT_PARALLEL_PLANS = {
     "AllegroTransformer3DModel": ContextParallelPlan(
         {
-            "": {"image_rotary_emb": [None, split(1, 2)]},
+            "": {
+                "image_rotary_emb": [None, split(1, 2)],
+                "attention_mask": Refused("its processor fits the mask to one rank's tokens"),
+            },
             "transformer_blocks.0": {"hidden_states": split(1, 3)},
             "proj_out": gather(),
         },

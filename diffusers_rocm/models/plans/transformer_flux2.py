@@ -3,7 +3,7 @@
 from diffusers import Flux2Transformer2DModel
 
 from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, JOINT_ATTENTION, ONE_ROW
-from .context_plan import ContextParallelPlan
+from .context_plan import ContextParallelPlan, Refused
 from .plan import TensorParallelPlan, at
 
 
@@ -40,4 +40,7 @@ TENSOR_PARALLEL_PLANS = {
 }
 
 # diffusers' own plan.
-CONTEXT_PARALLEL_PLANS = {"Flux2Transformer2DModel": ContextParallelPlan(Flux2Transformer2DModel._cp_plan)}
+_SPLIT = Flux2Transformer2DModel._cp_plan
+_KEPT_KEYS = {"kv_cache_mode?": Refused("the keys that are kept of reference pictures are found by their place")}
+
+CONTEXT_PARALLEL_PLANS = {"Flux2Transformer2DModel": ContextParallelPlan({**_SPLIT, "": _SPLIT[""] | _KEPT_KEYS})}

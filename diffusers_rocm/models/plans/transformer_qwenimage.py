@@ -35,14 +35,19 @@ TENSOR_PARALLEL_PLANS = {
 # diffusers' plan of 0.38 and later. The plan of 0.37 leaves the text's mask whole, which its processor cannot join.
 _SPLIT = {
     "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
-    "transformer_blocks.*": {"modulate_index": split(1, 2), "encoder_hidden_states_mask": split(1, 2)},
+    "transformer_blocks.*": {"encoder_hidden_states_mask": split(1, 2)},
     "pos_embed": {0: split(0, 2, output=True), 1: split(0, 2, output=True)},
 }
 
 CONTEXT_PARALLEL_PLANS = {
     # And what a ControlNet adds to the image stream.
     "QwenImageTransformer2DModel": ContextParallelPlan(
-        {"": {"controlnet_block_samples": split(1, 3)}, **_SPLIT, "proj_out": gather()}
+        {
+            **_SPLIT,
+            "": {"controlnet_block_samples": split(1, 3)},
+            "transformer_blocks.*": {**_SPLIT["transformer_blocks.*"], "modulate_index": split(1, 2)},
+            "proj_out": gather(),
+        }
     ),
     # diffusers has none.
     "QwenImageControlNetModel": ContextParallelPlan({**_SPLIT, "controlnet_blocks.*": gather()}),

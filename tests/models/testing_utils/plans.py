@@ -1,7 +1,9 @@
 """The tests that every class with plans passes: each way of being parallel against one process, on real ranks."""
 
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 import torch
 from parameterized import parameterized
@@ -46,12 +48,17 @@ def parity_worker(config: BaseModelTesterConfig, degrees: dict[str, int], batch_
 
 
 @torch.no_grad()
-def refusal_worker(config: BaseModelTesterConfig, degrees: dict[str, int], batch_size: int) -> str:
+def refusal_worker(
+    config: BaseModelTesterConfig,
+    degrees: dict[str, int],
+    batch_size: int,
+    further_inputs: Mapping = MappingProxyType({}),
+) -> str:
     model = config.get_model()
 
     def run():
         model.enable_parallelism(config=ParallelConfig(**degrees))
-        config.get_output(model, config.get_inputs(batch_size))
+        config.get_output(model, {**config.get_inputs(batch_size), **further_inputs})
 
     return message_of(run)
 

@@ -46,5 +46,20 @@ class AllegroTransformerTesterConfig(BaseModelTesterConfig):
         }
 
 
+class AllegroMaskedTransformerTesterConfig(AllegroTransformerTesterConfig):
+    """With padding of the video as well."""
+
+    cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "cannot go with attention_mask")
+
+    def get_dummy_inputs(self, batch_size=1):
+        mask = torch.ones(batch_size, 3, 6, 10)
+        mask[0, :, :, 6:] = 0
+        return {**super().get_dummy_inputs(batch_size), "attention_mask": mask}
+
+
 class TestAllegroTransformer(AllegroTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestAllegroMaskedTransformer(AllegroMaskedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass

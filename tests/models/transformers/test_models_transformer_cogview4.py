@@ -39,5 +39,19 @@ class CogView4TransformerTesterConfig(BaseModelTesterConfig):
         }
 
 
+class CogView4MaskedTransformerTesterConfig(CogView4TransformerTesterConfig):
+    """Padded text: a mask of queries by keys, which the processor makes of what a rank has."""
+
+    cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "cannot go with attention_mask")
+
+    def get_dummy_inputs(self, batch_size=1):
+        mask = (torch.arange(11)[None] < torch.tensor([[5], [11]])[:batch_size]).long()
+        return {**super().get_dummy_inputs(batch_size), "attention_mask": mask}
+
+
 class TestCogView4Transformer(CogView4TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestCogView4MaskedTransformer(CogView4MaskedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass

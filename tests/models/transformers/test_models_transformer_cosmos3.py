@@ -88,9 +88,37 @@ class Cosmos3NemotronTransformerTesterConfig(Cosmos3OmniTransformerTesterConfig)
         }
 
 
+class Cosmos3ActionTransformerTesterConfig(Cosmos3OmniTransformerTesterConfig):
+    """A robot's actions beside the video, of which some are given."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "action_gen": True, "action_dim": 5, "num_embodiment_domains": 3}
+
+    def get_dummy_inputs(self, batch_size=1):
+        inputs = super().get_dummy_inputs(batch_size)
+        start, actions = inputs["sequence_length"], 6
+        indexes = torch.arange(start, start + actions)
+        return {
+            **inputs,
+            "position_ids": torch.arange(start + actions).repeat(3, 1) % torch.tensor([[50], [6], [5]]),
+            "sequence_length": start + actions,
+            "action_tokens": [randn(actions, 5, seed=9)],
+            "action_token_shapes": [(actions, 1, 1)],
+            "action_sequence_indexes": indexes,
+            "action_mse_loss_indexes": indexes[2:],
+            "action_timesteps": torch.linspace(300, 600, actions - 2),
+            "action_noisy_frame_indexes": [torch.arange(2, actions)],
+            "action_domain_ids": [torch.tensor([2])],
+        }
+
+
 class TestCosmos3OmniTransformer(Cosmos3OmniTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
 
 class TestCosmos3NemotronTransformer(Cosmos3NemotronTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestCosmos3ActionTransformer(Cosmos3ActionTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass

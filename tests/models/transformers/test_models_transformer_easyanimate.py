@@ -8,7 +8,7 @@ from ..testing_utils.plans import PlanTesterMixin
 
 
 class EasyAnimateTransformerTesterConfig(BaseModelTesterConfig):
-    """Inpainting with two texts, norms after the feed-forwards."""
+    """Inpainting under control, with two texts, norms after the feed-forwards."""
 
     model_class = EasyAnimateTransformer3DModel
     without_effect = {
@@ -23,7 +23,7 @@ class EasyAnimateTransformerTesterConfig(BaseModelTesterConfig):
         return {
             "num_attention_heads": 5,
             "attention_head_dim": 16,
-            "in_channels": 9,
+            "in_channels": 11,
             "out_channels": 4,
             "patch_size": 2,
             "sample_width": 10,
@@ -40,6 +40,7 @@ class EasyAnimateTransformerTesterConfig(BaseModelTesterConfig):
         return {
             "hidden_states": randn(batch_size, 4, 3, 6, 10, seed=1),  # 45 tokens
             "inpaint_latents": randn(batch_size, 5, 3, 6, 10, seed=2),
+            "control_latents": randn(batch_size, 2, 3, 6, 10, seed=5),
             "encoder_hidden_states": randn(batch_size, 8, 16, seed=3),
             "encoder_hidden_states_t5": randn(batch_size, 3, 12, seed=4),
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],

@@ -72,13 +72,17 @@ class FluxTransformerTesterConfig(BaseModelTesterConfig):
 
 
 class FluxSchnellTransformerTesterConfig(FluxTransformerTesterConfig):
-    """Without the guidance embedding."""
+    """Without the guidance embedding, and with what a ControlNet adds."""
 
     def get_init_dict(self):
         return {**FLUX_INIT, "guidance_embeds": False}
 
     def get_dummy_inputs(self, batch_size=1):
-        return flux_inputs(batch_size, guidance=False)
+        residuals = {
+            "controlnet_block_samples": [randn(batch_size, 35, 128, seed=4)],  # one for both blocks
+            "controlnet_single_block_samples": [randn(batch_size, 35, 128, seed=seed) for seed in (5, 6)],
+        }
+        return flux_inputs(batch_size, guidance=False) | residuals
 
 
 class TestFluxTransformerTensorParallel(FluxTransformerTesterConfig, TensorParallelTesterMixin, unittest.TestCase):

@@ -72,12 +72,16 @@ class GlmImageCachedTransformerTesterConfig(GlmImageTransformerTesterConfig):
 
 
 class GlmImagePipelineTransformerTesterConfig(GlmImageTransformerTesterConfig):
-    """Text to image as the pipeline does it: with a cache that keeps nothing."""
+    """Text to image as the pipeline does it: with a cache that keeps nothing; and rotations of the caller's own."""
 
     def get_output(self, model, inputs):
         caches = diffusers.models.transformers.transformer_glm_image.GlmImageKVCache(model.config.num_layers)
         caches.set_mode("skip")
         return super().get_output(model, {**inputs, "kv_caches": caches})
+
+    def get_dummy_inputs(self, batch_size=1):
+        angles = randn(15, 4, seed=3).repeat(1, 2)
+        return {**super().get_dummy_inputs(batch_size), "image_rotary_emb": (angles.cos(), angles.sin())}
 
 
 class TestGlmImagePipelineTransformer(GlmImagePipelineTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):

@@ -52,9 +52,28 @@ class HiDreamImageOblongTransformerTesterConfig(HiDreamImageTransformerTesterCon
         return {**super().get_dummy_inputs(batch_size), "hidden_states": randn(batch_size, 4, 10, 6, seed=1)}
 
 
+class HiDreamImagePackedTransformerTesterConfig(HiDreamImageTransformerTesterConfig):
+    """Patches that the caller made: 15 tokens, padded to 25."""
+
+    def get_dummy_inputs(self, batch_size=1):
+        ids = torch.zeros(25, 3)
+        ids[:15, 1:] = torch.cartesian_prod(torch.arange(5.0), torch.arange(3.0))
+        return {
+            **super().get_dummy_inputs(batch_size),
+            "hidden_states": randn(batch_size, 25, 16, seed=1),
+            "hidden_states_masks": (torch.arange(25) < 15).float().expand(batch_size, -1),
+            "img_ids": ids.expand(batch_size, -1, -1),
+            "img_sizes": [(5, 3)] * batch_size,
+        }
+
+
 class TestHiDreamImageTransformer(HiDreamImageTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
 
 class TestHiDreamImageOblongTransformer(HiDreamImageOblongTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestHiDreamImagePackedTransformer(HiDreamImagePackedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass

@@ -80,7 +80,7 @@ class TestKandinsky6RotaryTransformer(Kandinsky6RotaryTransformerTesterConfig, P
 
 
 class Kandinsky6VideoTransformerTesterConfig(Kandinsky6TransformerTesterConfig):
-    """No audio."""
+    """No audio, and positions of the caller's own."""
 
     without_effect = {
         "*audio*": "there is no audio",
@@ -91,7 +91,7 @@ class Kandinsky6VideoTransformerTesterConfig(Kandinsky6TransformerTesterConfig):
     def get_dummy_inputs(self, batch_size=1):
         inputs = super().get_dummy_inputs(batch_size)
         del inputs["audio_hidden_states"]
-        return inputs
+        return {**inputs, "visual_rope_pos": tuple(torch.arange(size) + 2 for size in (3, 3, 5))}
 
 
 class TestKandinsky6VideoTransformer(Kandinsky6VideoTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):

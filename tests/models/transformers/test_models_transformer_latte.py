@@ -8,7 +8,7 @@ from ..testing_utils.plans import PlanTesterMixin
 
 
 class LatteTransformerTesterConfig(BaseModelTesterConfig):
-    """Three frames of 15 tokens."""
+    """Three frames of 15 tokens, and padded text."""
 
     model_class = LatteTransformer3DModel
     without_effect = {"*transformer_blocks.*.attn?.to_k.bias": "softmax takes no notice of what all keys share"}
@@ -40,8 +40,11 @@ class LatteTransformerTesterConfig(BaseModelTesterConfig):
         }
 
     def get_dummy_inputs(self, batch_size=1):
+        mask = torch.ones(batch_size * 3, 11, dtype=torch.bool)  # for each frame
+        mask[:3, 4:] = False
         return {
             "hidden_states": randn(batch_size, 4, 3, 10, 6, seed=1),
+            "encoder_attention_mask": mask,
             "encoder_hidden_states": randn(batch_size, 11, 18, seed=2),
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],
         }

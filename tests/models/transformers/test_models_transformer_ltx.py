@@ -36,16 +36,18 @@ class LTXVideoTransformerTesterConfig(BaseModelTesterConfig):
             "num_frames": 3,
             "height": 3,
             "width": 5,
+            "rope_interpolation_scale": (0.5, 32, 32),
         }
 
 
 class LTXImageToVideoTransformerTesterConfig(LTXVideoTransformerTesterConfig):
-    """A timestep for each token: those of the given image are clean."""
+    """A timestep for each token, those of the given image are clean, and coordinates of the caller's own."""
 
     def get_dummy_inputs(self, batch_size=1):
         timestep = torch.full((batch_size, 45), 500.0)
         timestep[:, :15] = 0
-        return {**super().get_dummy_inputs(batch_size), "timestep": timestep}
+        coordinates = 50 * randn(batch_size, 3, 45, seed=3).abs()
+        return {**super().get_dummy_inputs(batch_size), "timestep": timestep, "video_coords": coordinates}
 
 
 class TestLTXVideoTransformerContextParallel(

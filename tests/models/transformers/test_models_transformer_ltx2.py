@@ -87,6 +87,38 @@ class LTX23GuidedTransformerTesterConfig(LTX23TransformerTesterConfig):
         return {**super().get_dummy_inputs(batch_size), "spatio_temporal_guidance_blocks": [1]}
 
 
+class LTX23IsolatedTransformerTesterConfig(LTX23TransformerTesterConfig):
+    """Guidance by modality, on in 2.3's pipelines: video and audio do not attend to each other."""
+
+    without_effect = {
+        "transformer_blocks.*.audio_to_video_attn.*": "not called",
+        "transformer_blocks.*.video_to_audio_attn.*": "not called",
+    }
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {**super().get_dummy_inputs(batch_size), "isolate_modalities": True}
+
+
+class LTX25TransformerTesterConfig(LTX23TransformerTesterConfig):
+    """Some items of the batch guided, marked key frames, coordinates of the caller's own."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "use_keyframes_abs_pos_embedding": True}
+
+    def get_dummy_inputs(self, batch_size=1):
+        starts = 4 * randn(batch_size, 3, 45, 1, seed=5).abs()
+        audio_starts = 4 * randn(batch_size, 1, 13, 1, seed=6).abs()
+        return {
+            **super().get_dummy_inputs(batch_size),
+            "spatio_temporal_guidance_blocks": [1],
+            "perturbation_mask": torch.tensor([1.0, 0.0])[:batch_size],
+            "audio_sigma": torch.tensor([400.0, 200.0])[:batch_size],
+            "video_keyframes_mask": (torch.arange(45) % 4 == 0).float()[None, :, None].expand(batch_size, -1, -1),
+            "video_coords": torch.cat([starts, starts + 1], -1),
+            "audio_coords": torch.cat([audio_starts, audio_starts + 1], -1),
+        }
+
+
 class TestLTX2Transformer(LTX2TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
     pass
 
@@ -108,3 +140,16 @@ class TestLTX23GuidedTransformer(LTX23GuidedTransformerTesterConfig, PlanTesterM
         "transformer_blocks.1.*attn1.to_k.*": "no attention in that block",
         "transformer_blocks.1.*attn1.norm_?.*": "no attention in that block",
     }
+
+
+@HAS_LTX_2_3
+class TestLTX23IsolatedTransformer(LTX23IsolatedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+@unittest.skipUnless(
+    "video_keyframes_mask" in inspect.signature(LTX2VideoTransformer3DModel.forward).parameters,
+    "this diffusers has no LTX 2.5",
+)
+class TestLTX25Transformer(LTX25TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass

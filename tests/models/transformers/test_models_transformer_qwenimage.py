@@ -108,6 +108,12 @@ class TestQwenImageEditTransformerContextParallel(
     pass
 
 
+class TestQwenImageControlNetTransformer(
+    QwenImageControlNetTransformerTesterConfig, PlanTesterMixin, unittest.TestCase
+):
+    pass
+
+
 class TestQwenImageControlNetResiduals(unittest.TestCase):
     @parameterized.expand([((3, 1, "p2p"),), ((1, 2, "p2p"),)])
     def test_parity(self, split):

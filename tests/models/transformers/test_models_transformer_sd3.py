@@ -47,6 +47,21 @@ class SD3TransformerTesterConfig(BaseModelTesterConfig):
         }
 
 
+class SD3SkippedLayerTransformerTesterConfig(SD3TransformerTesterConfig):
+    """What skip-layer guidance subtracts: a forward that leaves a block out."""
+
+    without_effect = {
+        "transformer_blocks.1.*": "left out",
+        "transformer_blocks.2.attn.add_q_proj.*": "the text of the last block goes nowhere",
+    }
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "num_layers": 3}
+
+    def get_dummy_inputs(self, batch_size=1):
+        return {**super().get_dummy_inputs(batch_size), "skip_layers": [1]}
+
+
 class SD3IPAdapterTransformerTesterConfig(SD3TransformerTesterConfig):
     """The prompt's image has keys and values of its own, in the processors."""
 
@@ -80,6 +95,10 @@ class TestSD3Processors(unittest.TestCase):
         model.transformer_blocks[1].attn.set_processor(OwnLayers())
         message = message_of(diffusers_rocm.verify_plan, model, 2)
         assert "no rule for transformer_blocks.1.attn.processor.to_k_of_mine, of a OwnLayers" in message
+
+
+class TestSD3SkippedLayerTransformer(SD3SkippedLayerTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
 
 
 class TestSD3IPAdapterTransformer(SD3IPAdapterTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
