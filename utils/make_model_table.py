@@ -6,17 +6,19 @@ python utils/make_model_table.py --check    fails if plans, tests or the page ha
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import diffusers
 import torch
 from diffusers import ModelMixin
+from torch.utils._pytree import tree_map_only
 
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +31,7 @@ from diffusers_rocm.models.plans import (  # noqa: E402
     WITHOUT_CONTEXT_PARALLEL_PLAN,
     WITHOUT_TENSOR_PARALLEL_PLAN,
 )
+from diffusers_rocm.models.plans.context_plan import Refused  # noqa: E402
 from tests.models.testing_utils.common import BaseModelTesterConfig  # noqa: E402
 from tests.models.testing_utils.parallelism import FLOAT32_BAR  # noqa: E402
 from tests.models.testing_utils.plans import STRATEGIES, parity_worker  # noqa: E402
@@ -46,29 +49,48 @@ def real_model(config: BaseModelTesterConfig) -> torch.nn.Module:
         return config.model_class(**config.real_init_dict)
 
 
-def digest(model: torch.nn.Module) -> str:
-    """Of what the plans of a class say."""
-    said, name = [], type(model).__name__
+def digest(name: str, configs: list[BaseModelTesterConfig]) -> str:
+    """Of what the plans of a class say, of the code in their files, and of the tiny models that they are run with."""
+    said: list[object] = []
+    model = real_model(configs[0])
     if plan := TENSOR_PARALLEL_PLANS.get(name):
         blocks = {block: plan.head_shard(block, model.config) for block in plan.heads}
-        said.append(plan.activated)
-        said += [dict(plan.rules), blocks, plan.embedding_path(model.config)]
+        said += [dict(plan.rules), blocks, plan.embedding_path(model.config), plan.activated]
     if plan := CONTEXT_PARALLEL_PLANS.get(name):
         said.append(plan)
+    for file in sorted((ROOT / "diffusers_rocm" / "models" / "plans").glob("*.py")):
+        if f'"{name}"' in (source := file.read_text()):
+            said.append(ast.dump(ast.parse(source)))
+    for config in configs:
+        said += [config.get_init_dict(), tree_map_only(torch.Tensor, describe, config.get_inputs(2))]
     without_addresses = re.sub(r" at 0x\w+", "", repr(said))
     return hashlib.sha256(without_addresses.encode()).hexdigest()[:16]
 
 
+def describe(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    return str(tensor.dtype), list(tensor.shape)
+
+
+def classes(tested: dict[str, tuple[BaseModelTesterConfig, list[str]]]) -> dict[str, list[BaseModelTesterConfig]]:
+    """The configs of each class."""
+    found: dict[str, list[BaseModelTesterConfig]] = {}
+    for config, _ in tested.values():
+        found.setdefault(config.model_class.__name__, []).append(config)
+    return found
+
+
 def run() -> dict:
     rows: dict[str, dict] = {}
-    for name, (config, strategies) in variants().items():
+    tested = variants()
+    for cls, configs in classes(tested).items():
+        model = real_model(configs[0])
+        rows[cls] = {"digest": digest(cls, configs), "parameters": model.num_parameters(), "errors": {}}
+        if cls in TENSOR_PARALLEL_PLANS:
+            report = verify_plan(model, 4)
+            rows[cls]["replicated"] = report.replicated_bytes / report.full_bytes
+            rows[cls]["heads"] = min(TENSOR_PARALLEL_PLANS[cls].head_counts(model.config).values())
+    for name, (config, strategies) in tested.items():
         cls = config.model_class.__name__
-        if cls not in rows:
-            model = real_model(config)
-            rows[cls] = {"plans": digest(model), "parameters": model.num_parameters(), "errors": {}}
-            if cls in TENSOR_PARALLEL_PLANS:
-                report = verify_plan(model, 4)
-                rows[cls]["replicated"] = report.replicated_bytes / report.full_bytes
         errors = rows[cls]["errors"][name] = {}
         for strategy in strategies:
             degrees, batch_size = STRATEGIES[strategy]
@@ -92,10 +114,10 @@ def page(run: dict) -> str:
         f"(the bar is {FLOAT32_BAR:.0e}): tiny models with random weights, real processes over Gloo, odd sequence "
         f"lengths, 5 heads or another number that the ranks do not divide. {cases} cases in all. *Replicated* is the "
         "part of the weights that each of 4 ranks holds whole, of the class's default config; `diffusers-rocm plan "
-        "--explain` says what and why.",
+        "--explain` says what and why. `tp` can be any number up to the last column, the key heads of that config.",
         "",
-        "| class | variants | " + " | ".join(STRATEGIES) + " | replicated at `tp=4` |",
-        "|---|---|" + "---|" * len(STRATEGIES) + "---|",
+        "| class | variants | " + " | ".join(STRATEGIES) + " | replicated at `tp=4` | `tp` up to |",
+        "|---|---|" + "---|" * len(STRATEGIES) + "---|---|",
     ]
     for name, row in rows.items():
         figures = []
@@ -103,7 +125,7 @@ def page(run: dict) -> str:
             errors = [errors[strategy] for errors in row["errors"].values() if strategy in errors]
             figures.append(f"{max(errors):.1e}" if errors else "no")
         share = f"{row['replicated']:.1%}" if "replicated" in row else "no plan"
-        lines.append(f"| `{name}` | {len(row['errors'])} | {' | '.join(figures)} | {share} |")
+        lines.append(f"| `{name}` | {len(row['errors'])} | {' | '.join(figures)} | {share} | {row.get('heads', '')} |")
     lines += [
         "",
         f"`python utils/make_model_table.py --run`; {run['versions']['device']}, torch {run['versions']['torch']}, "
@@ -120,7 +142,35 @@ def page(run: dict) -> str:
     for name in sorted(reasons[0].keys() | reasons[1].keys()):
         tensor, context = (of_kind.get(name, "has a plan") for of_kind in reasons)
         lines.append(f"| `{name}` | {tensor} | {'the same' if context == tensor else context} |")
+    lines += [
+        "",
+        "## Refused in part",
+        "",
+        "What a class with plans is refused, with an error that says so: tensor parallelism of models of some "
+        "configs, context parallelism of models with certain modules, or of forwards with certain arguments.",
+        "",
+        "| class | | what, and why |",
+        "|---|---|---|",
+    ]
+    for name in rows:
+        for kind, why in refused(name):
+            lines.append(f"| `{name}` | {kind} | {why} |")
     return "\n".join(lines) + "\n"
+
+
+def refused(name: str) -> Iterator[tuple[str, str]]:
+    """What the plans of a class do not take."""
+    if name in TENSOR_PARALLEL_PLANS:
+        for reason in TENSOR_PARALLEL_PLANS[name].impossible:
+            yield "tensor", reason
+    if name in CONTEXT_PARALLEL_PLANS:
+        plan = CONTEXT_PARALLEL_PLANS[name]
+        for path, reason in plan.impossible.items():
+            yield "context", f"`{path}`: {reason}"
+        for how in plan.modules.values():
+            for key, rule in how.items() if isinstance(how, Mapping) else ():
+                if isinstance(rule, Refused):
+                    yield "context", f"`{key.removesuffix('?')}`: {rule.reason}"
 
 
 def exported() -> Iterator[str]:
@@ -134,13 +184,13 @@ def exported() -> Iterator[str]:
 
 def complaints(run: dict) -> Iterator[str]:
     tested = variants()
-    models = {config.model_class.__name__: real_model(config) for config, _ in tested.values()}
+    configs = classes(tested)
     planned = TENSOR_PARALLEL_PLANS.keys() | CONTEXT_PARALLEL_PLANS.keys()
     for name in sorted(planned & set(exported())):
         if name not in run["classes"]:
             yield f"{name} has a plan and was not run"
-        elif name in models and run["classes"][name]["plans"] != digest(models[name]):
-            yield f"the plans of {name} have changed since the run"
+        elif name in configs and run["classes"][name]["digest"] != digest(name, configs[name]):
+            yield f"the plans or the tiny models of {name} have changed since the run"
     ran = {name: set(errors) for row in run["classes"].values() for name, errors in row["errors"].items()}
     for name, (_, strategies) in tested.items():
         if ran.get(name) != set(strategies):

@@ -93,9 +93,9 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
         ValueError: a rule that matches nothing, a module that its style cannot take, a degree that is too high, a
             config that the plan is not for.
     """
-    reason = plan.impossible(model.config) if plan.impossible is not None else None
-    if reason is not None:
-        raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
+    for reason, is_such in plan.impossible.items():
+        if is_such(model.config):
+            raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
     for name, count in plan.head_counts(model.config).items():
         if world > count:
             what = "key/value heads" if plan.heads.keys() & {"kv", "keys"} else f"attention {name}"

@@ -83,8 +83,16 @@ def run(fault: str, degrees: dict[str, int], faulty: int, rank_check: str = "fir
     return latents(pipe, call, **changes)
 
 
+def wait_for_all() -> None:
+    """Ranks import for seconds, each at its own pace: the short timeout is for what comes after."""
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=120)))
+    store.set(f"imported/{rank}", b"1")
+    store.wait([f"imported/{each}" for each in range(world)], timedelta(seconds=120))
+
+
 @record
 def main(fault: str, degrees: str, faulty: str, timeout: str) -> None:
+    wait_for_all()
     init("cpu", timeout=timedelta(seconds=float(timeout)))
     print(f"rank {dist.get_rank()} has pid {os.getpid()} and begins at {time.time()}", flush=True)
     run(fault, json.loads(degrees), int(faulty))

@@ -27,7 +27,7 @@ class TensorParallelPlan:
         embedding: path of the module whose output, through SiLU, is the input of all `modulation` Linears, or a
             function of the config that gives it; None where there is none, and each Linear gathers its own output.
         activated: whether that output is their input as it is.
-        impossible: config -> why such a model cannot be sharded, or None.
+        impossible: why some models cannot be sharded -> whether one of this config is such.
     """
 
     rules: Mapping[str, str]
@@ -36,7 +36,7 @@ class TensorParallelPlan:
     )
     embedding: str | Callable[[Mapping[str, Any]], str | None] | None = None
     activated: bool = False
-    impossible: Callable[[Mapping[str, Any]], str | None] | None = None
+    impossible: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
 
     def embedding_path(self, config: Mapping[str, Any]) -> str | None:
         return self.embedding(config) if callable(self.embedding) else self.embedding

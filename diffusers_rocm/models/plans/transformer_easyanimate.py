@@ -21,11 +21,11 @@ TENSOR_PARALLEL_PLANS = {
             "proj_out": FEW_OUTPUTS,
         },
         embedding="time_embedding",
-        impossible=lambda config: (
-            "blocks without weights for the text add attention to it as it is"
-            if config["mmdit_layers"] < config["num_layers"]
-            else None
-        ),
+        impossible={
+            "blocks without weights for the text add attention to it as it is": lambda config: (
+                config["mmdit_layers"] < config["num_layers"]
+            )
+        },
     )
 }
 

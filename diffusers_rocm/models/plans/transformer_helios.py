@@ -20,11 +20,11 @@ TENSOR_PARALLEL_PLANS = {
             "patch_long?": FEW_INPUTS,
             "proj_out": FEW_OUTPUTS,
         },
-        impossible=lambda config: (
-            "its scales of the history, one a head, have no rule (is_amplify_history)"
-            if config["is_amplify_history"]
-            else None
-        ),
+        impossible={
+            "its scales of the history, one a head, have no rule (is_amplify_history)": lambda config: config[
+                "is_amplify_history"
+            ]
+        },
     )
 }
 
