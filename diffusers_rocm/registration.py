@@ -42,6 +42,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     from diffusers.models.transformers.transformer_wan import WanAttention
 
     from .hooks import caches
+    from .loaders import load
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
 
@@ -50,6 +51,9 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     yield ModelMixin, "disable_parallelism", ours.wrap_disable_parallelism
     yield ModelMixin, "save_pretrained", ours.wrap_save_pretrained
     yield ModelMixin, "from_pretrained", ours.wrap_from_pretrained
+    # All versions: a model that will be sharded is read slice by slice.
+    yield ModelMixin, "_load_pretrained_model", load.wrap_load_pretrained_model
+    yield diffusers.models.modeling_utils, "load_state_dict", load.wrap_load_state_dict
     # All versions: what these do to a sharded model has to know that it is sharded.
     for attention in (AttentionModuleMixin, WanAttention):
         yield attention, "fuse_projections", ours.wrap_fuse_projections

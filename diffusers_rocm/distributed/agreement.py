@@ -4,6 +4,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +68,30 @@ def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
         if any(not _same(seen[0], other) for other in seen[1:]):
             raise ValueError(f"the ranks were given different {what}: {name} is {_by_ranks(seen, axis)}")
     return False
+
+
+@contextmanager
+def fail_together(what: str, axis: Axis) -> Iterator[None]:
+    """What one rank raises in here, all ranks raise: the others would wait for it in their next collective.
+
+    Raises:
+        RuntimeError: another rank failed; says which, and what it raised.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    said = "ok" if error is None else f"{type(error).__name__}: {error}"
+    if axis.size > 1:
+        everyone = dist.get_process_group_ranks(axis.group)
+        by_rank = dict(zip(everyone, all_gather_text(said, axis), strict=True))
+        failed = {rank: text for rank, text in by_rank.items() if text != "ok"}
+        if failed and error is None:
+            first = next(iter(failed.values()))
+            raise RuntimeError(f"{name_ranks(list(failed))} could not {what}: {first}")
+    if error is not None:
+        raise error
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -66,7 +66,8 @@ class Shard:
         assert count * self.size(rank, world) % full == 0, (count, full)
         return count * self.size(rank, world) // full
 
-    def _runs(self, rank: int, world: int) -> list[tuple[int, int]]:
+    def runs(self, rank: int, world: int) -> list[tuple[int, int]]:
+        """`(start, length)` along `dim` of what the rank keeps."""
         runs, offset = [], 0
         for block in self.blocks:
             start, stop = block.bounds(rank, world)
@@ -78,13 +79,13 @@ class Shard:
         """The rank's slice of `full`, as a contiguous tensor of its own; None where the rank keeps nothing."""
         if self.dim is None:
             return full.clone() if rank == 0 else None
-        parts = [full.narrow(self.dim, start, length) for start, length in self._runs(rank, world)]
+        parts = [full.narrow(self.dim, start, length) for start, length in self.runs(rank, world)]
         return torch.cat(parts, dim=self.dim).contiguous()
 
     def put(self, full: torch.Tensor, local: torch.Tensor, rank: int, world: int) -> None:
         """Write the rank's slice to its place in `full`: the inverse of `take`."""
         offset = 0
-        for start, length in self._runs(rank, world):
+        for start, length in self.runs(rank, world):
             full.narrow(self.dim, start, length).copy_(local.narrow(self.dim, offset, length))
             offset += length
 

@@ -11,6 +11,7 @@ import torch
 from diffusers.utils import logging
 from torch import nn
 
+from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
@@ -25,7 +26,9 @@ from ..hooks.tensor_parallel import (
     sharded_modules,
     unshard_modules,
 )
+from ..hooks.tensor_parallel_layers import ModulationLinear
 from ..hooks.weight_agreement import first_difference
+from ..loaders.load import sharded_loading
 from ..loaders.save import save_checkpoint
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
@@ -108,7 +111,7 @@ def enable(
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
         embedding = tp_plan.embedding_path(model.config)
-        if embedding is not None and any(placement.style == "modulation" for placement in placements):
+        if embedding is not None and any(isinstance(module, ModulationLinear) for module in model.modules()):
             hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
@@ -228,9 +231,14 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
         if ours is None:
             return original.__func__(cls, *args, **kwargs)
         kwargs.pop("parallel_config")
-        model = original.__func__(cls, *args, **kwargs)
+        axes = ours.axes()
+        if axes.tp.size > 1:
+            kwargs.setdefault("use_safetensors", True)
+        with fail_together(f"load a {cls.__name__}", axes.world), sharded_loading(axes.tp):
+            loaded = original.__func__(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         model.enable_parallelism(config=ours)
-        return model
+        return loaded
 
     return classmethod(from_pretrained)
 

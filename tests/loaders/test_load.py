@@ -1,0 +1,187 @@
+"""Loading a sharded model: each rank reads its slices, and an error of one rank is an error on all."""
+
+import json
+import tempfile
+import unittest
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from diffusers_rocm import ParallelConfig, TensorParallelConfig
+from diffusers_rocm.hooks.tensor_parallel import sharded_modules
+from diffusers_rocm.loaders.load import CheckpointFiles
+from diffusers_rocm.registration import DTYPE_ARGUMENT
+
+from ..models.testing_utils.common import BaseModelTesterConfig
+from ..models.testing_utils.parallelism import FLOAT32_BAR, _clone_state, _same_state
+from ..models.testing_utils.variants import variants
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
+from ..testing_utils import relative_l2, run_ranks
+
+
+FILE = "diffusion_pytorch_model.safetensors"
+# Names of tests of plans: packed projections, norms across heads, buffers, experts, key heads, convolutions, lists.
+VARIANTS = (
+    "FluxTransformer",
+    "WanTransformer",
+    "SD3Transformer",
+    "HiDreamImageTransformer",
+    "Lumina2Transformer",
+    "SanaTransformer",
+    "ZImageTransformer",
+    "JoyImageEditTransformer",
+)
+
+
+@torch.no_grad()
+def whole_worker(config: BaseModelTesterConfig, folder: str, degrees: dict[str, int], kwargs: dict) -> dict:
+    """Load sharded, count what is read, compare the output, make it whole again and compare that."""
+    reference = config.model_class.from_pretrained(folder, **kwargs)
+    inputs = config.get_inputs(1)
+    if reference.dtype != torch.float32:
+        inputs = config.cast(inputs, reference.dtype)
+    expected = config.get_output(reference, inputs)
+    read, read_slices = 0, CheckpointFiles.read
+
+    def counted(self, name, into, *args):
+        nonlocal read
+        read += into.numel()
+        read_slices(self, name, into, *args)
+
+    CheckpointFiles.read = counted
+    try:
+        model = config.model_class.from_pretrained(folder, parallel_config=ParallelConfig(**degrees), **kwargs)
+    finally:
+        CheckpointFiles.read = read_slices
+    kept = sum(tensor.numel() for tensor in model.state_dict().values())
+    error = relative_l2(config.get_output(model, inputs), expected)
+    is_sharded, training = next(sharded_modules(model), None) is not None, model.training
+    model.disable_parallelism()
+    return {
+        "error": error,
+        "read": read,
+        "kept": kept,
+        "sharded": is_sharded and not training,
+        "restored": _same_state(model, _clone_state(reference)),
+        "dtypes": {name: str(x.dtype) for name, x in model.state_dict().items()},
+    }
+
+
+def message_worker(folder: str, of_rank_1: str | None = None, kwargs: Mapping = MappingProxyType({})) -> str:
+    if of_rank_1 is not None and dist.get_rank() == 1:
+        folder = of_rank_1
+    with pytest.raises((ValueError, OSError, RuntimeError)) as caught:
+        FluxTransformerTesterConfig.model_class.from_pretrained(
+            folder, parallel_config=TensorParallelConfig(2), **kwargs
+        )
+    return str(caught.value)
+
+
+class TestLoad(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def save(self, config: BaseModelTesterConfig, dtype: torch.dtype = torch.float32, **kwargs) -> nn.Module:
+        model = config.get_model(dtype=dtype)
+        model.save_pretrained(self.folder, **kwargs)
+        return model
+
+    def check(self, config: BaseModelTesterConfig, degrees: dict[str, int], world: int, **kwargs) -> list[dict]:
+        results = run_ranks(world, whole_worker, config, self.folder, degrees, kwargs)
+        for result in results:
+            assert result["sharded"] and result["restored"], result
+            assert result["error"] <= (FLOAT32_BAR if not kwargs.get(DTYPE_ARGUMENT) else 0.05), result
+            assert result["read"] == result["kept"], result
+        return results
+
+    @parameterized.expand(VARIANTS)
+    def test_each_rank_reads_its_slices(self, name):
+        found = variants()
+        if name not in found:
+            self.skipTest(f"this diffusers has no {name}")
+        config, _ = found[name]
+        size = sum(tensor.numel() for tensor in self.save(config).state_dict().values())
+        for result in self.check(config, {"tp": 2}, 2):
+            assert result["read"] < size, result
+
+    def test_three_ranks_and_many_files(self):
+        config = FluxTransformerTesterConfig()
+        self.save(config, max_shard_size="300KB")
+        assert len(list(Path(self.folder).glob("*.safetensors"))) > 3
+        self.check(config, {"tp": 3}, 3)
+
+    def test_a_hybrid_mesh(self):
+        config = FluxTransformerTesterConfig()
+        self.save(config)
+        self.check(config, {"tp": 2, "ulysses": 2}, 4)
+
+    def test_dtype_and_what_stays_in_float32(self):
+        config = WanTransformerTesterConfig()
+        self.save(config, variant="fp32")
+        results = self.check(config, {"tp": 2}, 2, variant="fp32", **{DTYPE_ARGUMENT: torch.bfloat16})
+        for result in results:
+            kept = {name for name, dtype in result["dtypes"].items() if dtype == "torch.float32"}
+            fp32 = WanTransformerTesterConfig.model_class._keep_in_fp32_modules
+            assert kept == {name for name in result["dtypes"] if set(fp32) & set(name.split("."))}, kept
+            assert set(result["dtypes"].values()) == {"torch.float32", "torch.bfloat16"}
+
+    def test_without_a_dtype_a_checkpoint_in_half_becomes_float32(self):
+        config = FluxTransformerTesterConfig()
+        self.save(config, dtype=torch.bfloat16)
+        for result in self.check(config, {"tp": 2}, 2):
+            assert set(result["dtypes"].values()) == {"torch.float32"}
+
+    def test_a_tensor_that_is_missing(self):
+        self.save(FluxTransformerTesterConfig())
+        tensors = load_file(Path(self.folder, FILE))
+        del tensors["proj_out.bias"]
+        save_file(tensors, Path(self.folder, FILE))
+        for message in run_ranks(2, message_worker, self.folder):
+            assert "the checkpoint of this FluxTransformer2DModel lacks proj_out.bias" in message, message
+
+    def test_a_tensor_of_another_shape(self):
+        self.save(FluxTransformerTesterConfig())
+        tensors = load_file(Path(self.folder, FILE))
+        tensors["proj_out.bias"] = torch.zeros(3)
+        save_file(tensors, Path(self.folder, FILE))
+        for message in run_ranks(2, message_worker, self.folder):
+            assert "proj_out.bias is [3] in " in message and "[16] in the model" in message, message
+
+    def test_a_file_that_was_cut_on_one_rank(self):
+        self.save(FluxTransformerTesterConfig())
+        with tempfile.TemporaryDirectory() as cut:
+            content = Path(self.folder, FILE).read_bytes()
+            Path(cut, FILE).write_bytes(content[:-100])
+            Path(cut, "config.json").write_bytes(Path(self.folder, "config.json").read_bytes())
+            index = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            last = max((each["data_offsets"][1], name) for name, each in index.items() if name != "__metadata__")[1]
+            first, second = run_ranks(2, message_worker, self.folder, cut)
+        assert f"the file ends before the end of {last}" in second, second
+        assert first.startswith("rank 1 could not load a FluxTransformer2DModel: ") and last in first, first
+
+    def test_no_pickle(self):
+        config = FluxTransformerTesterConfig()
+        self.save(config, safe_serialization=False)
+        for message in run_ranks(2, message_worker, self.folder):
+            assert f"no file named {FILE}" in message, message
+
+    @parameterized.expand(
+        [
+            ({"low_cpu_mem_usage": False}, "leave it out"),
+            ({"device_map": {"transformer_blocks": "cpu", "": "cpu"}}, "on one device each"),
+        ]
+    )
+    def test_options_that_go_with_no_sharded_model(self, options, expected):
+        self.save(FluxTransformerTesterConfig())
+        for message in run_ranks(2, message_worker, self.folder, None, options):
+            assert expected in message, message
