@@ -25,7 +25,6 @@ _NEITHER = {
     "RFD4ProteinaTransformer": "a model of proteins: every token attends under a bias made from each pair of tokens",
     "AnyFlowFARTransformer3DModel": "attention in chunks under a block mask, by flex attention alone",
     "CosmosControlNetModel": "no plan yet: its forward needs torchvision, without which it was not tested",
-    "MiniMaxMusic3Transformer1DModel": "no plan yet",
     "SanaWMTransformer3DModel": "no plan yet: gated linear attention along the camera's path, over all tokens",
     "SanaWMLTX2RefinerTransformer3DModel": "no plan yet: LTX-2 without audio, with keys of its own cache",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
