@@ -24,7 +24,6 @@ _NEITHER = {
     "MiniMaxMusic3RVQDepthDecoder": "an autoregressive decoder of seven tokens a frame, no diffusion transformer",
     "RFD4ProteinaTransformer": "a model of proteins: every token attends under a bias made from each pair of tokens",
     "AnyFlowFARTransformer3DModel": "attention in chunks under a block mask, by flex attention alone",
-    "CosmosControlNetModel": "no plan yet: its forward needs torchvision, without which it was not tested",
     "SanaWMTransformer3DModel": "no plan yet: gated linear attention along the camera's path, over all tokens",
     "SanaWMLTX2RefinerTransformer3DModel": "no plan yet: LTX-2 without audio, with keys of its own cache",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
