@@ -16,6 +16,7 @@ class MiniMaxMusic3TesterConfig(BaseModelTesterConfig):
     """Half of each head rotates; the first token is the timestep."""
 
     model_class = diffusers.MiniMaxMusic3Transformer1DModel
+    floating_inputs = ("hidden_states", "encoder_hidden_states", "timestep")
 
     def get_init_dict(self):
         return {
