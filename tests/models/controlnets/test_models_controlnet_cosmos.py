@@ -1,9 +1,6 @@
 import unittest
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from diffusers import CosmosControlNetModel
 from diffusers.models.controlnets import controlnet_cosmos
 from parameterized import parameterized
@@ -11,20 +8,10 @@ from parameterized import parameterized
 from diffusers_rocm import ParallelConfig
 
 from ...testing_utils import relative_l2, run_ranks
-from ..testing_utils.common import BaseModelTesterConfig, flatten_output, randn
+from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils.plans import PlanTesterMixin
-from ..transformers.test_models_transformer_cosmos import Cosmos2_5TransformerTesterConfig
-
-
-def _resize(mask: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
-    return F.interpolate(mask, size=size, mode=interpolation)
-
-
-# Of torchvision the forward takes only this, for the padding mask, before anything is split.
-TRANSFORMS = SimpleNamespace(
-    functional=SimpleNamespace(resize=_resize), InterpolationMode=SimpleNamespace(NEAREST="nearest")
-)
+from ..transformers.test_models_transformer_cosmos import Cosmos2_5TransformerTesterConfig, torchvision_in
 
 
 class CosmosControlNetTesterConfig(BaseModelTesterConfig):
@@ -61,17 +48,17 @@ class CosmosControlNetTesterConfig(BaseModelTesterConfig):
 
     def get_dummy_inputs(self, batch_size=1):
         inputs = Cosmos2_5TransformerTesterConfig().get_dummy_inputs(batch_size)
+        del inputs["block_controlnet_hidden_states"]
+        latents = inputs.pop("hidden_states")
         return {
-            "controls_latents": randn(batch_size, 4, 3, 6, 10, seed=6),
-            "latents": inputs["hidden_states"],
-            "condition_mask": randn(batch_size, 1, 3, 6, 10, seed=7),
-            "padding_mask": randn(1, 1, 12, 20, seed=8),
+            **inputs,
+            "latents": latents,
+            "controls_latents": randn(batch_size, 4, 3, 6, 10, seed=8),
             "conditioning_scale": [0.7, 1.3],
-            **{name: inputs[name] for name in ("encoder_hidden_states", "timestep", "fps")},
         }
 
     def get_output(self, model, inputs):
-        with mock.patch.object(controlnet_cosmos, "transforms", TRANSFORMS, create=True):
+        with torchvision_in(controlnet_cosmos):
             return super().get_output(model, inputs)
 
 
@@ -121,18 +108,18 @@ def beside_worker(split: tuple[str, ...]) -> tuple[float, float]:
     models = {name: config.get_model() for name, config in configs.items()}
     inputs = {name: config.get_inputs(2) for name, config in configs.items()}
 
-    def run() -> torch.Tensor:
-        with mock.patch.object(controlnet_cosmos, "transforms", TRANSFORMS, create=True):
+    def run(scale: float) -> torch.Tensor:
+        inputs["controlnet"]["conditioning_scale"] = scale
+        with torchvision_in(controlnet_cosmos):
             (residuals,) = models["controlnet"](**inputs["controlnet"], return_dict=False)
         given = {**inputs["transformer"], "block_controlnet_hidden_states": residuals}
-        return flatten_output(models["transformer"](**given, return_dict=False))
+        return configs["transformer"].get_output(models["transformer"], given)
 
-    reference = run()
-    without = {**inputs["transformer"], "block_controlnet_hidden_states": None}
-    share = relative_l2(flatten_output(models["transformer"](**without, return_dict=False)), reference)
+    reference = run(0.8)
+    share = relative_l2(run(0.0), reference)
     for name in split:
         models[name].enable_parallelism(config=ParallelConfig(ulysses=2))
-    return relative_l2(run(), reference), share
+    return relative_l2(run(0.8), reference), share
 
 
 class TestCosmosControlNetBesideItsTransformer(unittest.TestCase):
