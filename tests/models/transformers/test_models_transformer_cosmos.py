@@ -1,10 +1,25 @@
 import unittest
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from diffusers import CosmosTransformer3DModel
+from diffusers.models.transformers import transformer_cosmos
 
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.plans import PlanTesterMixin
+
+
+def _resize(mask: torch.Tensor, size: list[int], interpolation: str) -> torch.Tensor:
+    return F.interpolate(mask, size=size, mode=interpolation)
+
+
+def torchvision_in(module: ModuleType):
+    """All that a forward takes of torchvision, which need not be there: for a mask, before anything is split."""
+    resize, nearest = SimpleNamespace(resize=_resize), SimpleNamespace(NEAREST="nearest")
+    transforms = SimpleNamespace(functional=resize, InterpolationMode=nearest)
+    return mock.patch.object(module, "transforms", transforms, create=True)
 
 
 class CosmosTransformerTesterConfig(BaseModelTesterConfig):
@@ -41,11 +56,13 @@ class CosmosTransformerTesterConfig(BaseModelTesterConfig):
 
 
 class Cosmos2_5TransformerTesterConfig(CosmosTransformerTesterConfig):
-    """2.5: a timestep for each frame, an image beside the text, residuals of a ControlNet."""
+    """2.5: masks as channels, a timestep for each frame, an image beside the text, residuals of a ControlNet."""
 
     def get_init_dict(self):
         return {
             **super().get_init_dict(),
+            "in_channels": 5,
+            "concat_padding_mask": True,
             "extra_pos_embed_type": None,
             "use_crossattn_projection": True,
             "crossattn_proj_in_channels": 24,
@@ -64,8 +81,14 @@ class Cosmos2_5TransformerTesterConfig(CosmosTransformerTesterConfig):
             **inputs,
             "encoder_hidden_states": (randn(batch_size, 11, 24, seed=2), randn(batch_size, 5, 12, seed=3)),
             "timestep": timestep[:batch_size, None, :, None, None],
+            "condition_mask": randn(batch_size, 1, 3, 6, 10, seed=6),
+            "padding_mask": randn(1, 1, 12, 20, seed=7),
             "block_controlnet_hidden_states": [randn(batch_size, 45, 90, seed=4), randn(batch_size, 45, 90, seed=5)],
         }
+
+    def get_output(self, model, inputs):
+        with torchvision_in(transformer_cosmos):
+            return super().get_output(model, inputs)
 
 
 class TestCosmosTransformer(CosmosTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
