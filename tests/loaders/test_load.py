@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,7 +25,7 @@ from ..models.testing_utils.parallelism import FLOAT32_BAR, _clone_state, _same_
 from ..models.testing_utils.variants import variants
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import relative_l2, run_ranks
+from ..testing_utils import relative_l2, run_ranks, slow
 
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -85,6 +86,24 @@ def message_worker(folder: str, of_rank_1: str | None = None, kwargs: Mapping = 
     return str(caught.value)
 
 
+def status(name: str) -> int:
+    """Bytes, of this process's entry in /proc."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_worker(folder: str) -> tuple[int, int, int]:
+    """How far the resident memory rises above what it was, the bytes of the shard, and of its largest tensor."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    before = status("VmRSS")
+    world = dist.get_world_size()
+    model = FluxTransformer2DModel.from_pretrained(
+        folder, parallel_config=TensorParallelConfig(world), **{DTYPE_ARGUMENT: torch.bfloat16}
+    )
+    sizes = [tensor.nbytes for tensor in model.state_dict().values()]
+    return status("VmHWM") - before, sum(sizes), max(sizes)
+
+
 class TestLoad(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -140,6 +159,23 @@ class TestLoad(unittest.TestCase):
         self.save(config, dtype=torch.bfloat16)
         for result in self.check(config, {"tp": 2}, 2):
             assert set(result["dtypes"].values()) == {"torch.float32"}
+
+    @parameterized.expand([("one file", "100GB"), ("many files", "500MB")])
+    @slow
+    def test_peak_memory(self, name, max_shard_size):
+        """The whole model is 2.3 GB; a rank reads a third of it, mapped files included."""
+        torch.manual_seed(0)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = FluxTransformer2DModel(num_layers=2, num_single_layers=3)
+        finally:
+            torch.set_default_dtype(dtype)
+        model.save_pretrained(self.folder, max_shard_size=max_shard_size)
+        del model
+        for peak, shard, largest in run_ranks(3, peak_worker, self.folder):
+            assert 700e6 < shard < 900e6, shard
+            assert peak < shard + largest + 100e6, (peak, shard, largest)
 
     def test_a_tensor_that_is_missing(self):
         self.save(FluxTransformerTesterConfig())
