@@ -35,7 +35,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
     from diffusers import ModelMixin
     from diffusers.hooks import faster_cache, first_block_cache, mag_cache, pyramid_attention_broadcast
-    from diffusers.loaders import PeftAdapterMixin
+    from diffusers.loaders import FromOriginalModelMixin, PeftAdapterMixin, single_file_model, single_file_utils
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
     from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
@@ -52,8 +52,11 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     yield ModelMixin, "save_pretrained", ours.wrap_save_pretrained
     yield ModelMixin, "from_pretrained", ours.wrap_from_pretrained
     # All versions: a model that will be sharded is read slice by slice.
+    yield FromOriginalModelMixin, "from_single_file", ours.wrap_from_pretrained
     yield ModelMixin, "_load_pretrained_model", load.wrap_load_pretrained_model
-    yield diffusers.models.modeling_utils, "load_state_dict", load.wrap_load_state_dict
+    yield single_file_model, "load_model_dict_into_meta", load.wrap_load_model_dict_into_meta
+    for module in (diffusers.models.modeling_utils, single_file_utils):
+        yield module, "load_state_dict", load.wrap_load_state_dict
     # All versions: what these do to a sharded model has to know that it is sharded.
     for attention in (AttentionModuleMixin, WanAttention):
         yield attention, "fuse_projections", ours.wrap_fuse_projections

@@ -18,15 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from ..hooks.tensor_parallel import gather_parameter
-
-
-# https://huggingface.co/docs/safetensors, "Format"
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
+from .stored_tensor import DTYPES
 
 
 class _Entry:
@@ -62,7 +54,7 @@ def _header(entries: list[_Entry]) -> bytes:
     offset = 0
     for entry in entries:
         index[entry.name] = {
-            "dtype": _DTYPES[entry.dtype],
+            "dtype": DTYPES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": [offset, offset + entry.nbytes],
         }

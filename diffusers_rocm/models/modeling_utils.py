@@ -225,6 +225,8 @@ def wrap_save_pretrained(original: Callable) -> Callable:
 
 
 def wrap_from_pretrained(original: classmethod) -> classmethod:
+    """Of `from_pretrained` and `from_single_file`: under a config of ours, each rank reads what it keeps."""
+
     @functools.wraps(original.__func__)
     def from_pretrained(cls, *args, **kwargs):
         ours = _ours(kwargs.get("parallel_config"))
@@ -232,7 +234,7 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
             return original.__func__(cls, *args, **kwargs)
         kwargs.pop("parallel_config")
         axes = ours.axes()
-        if axes.tp.size > 1:
+        if axes.tp.size > 1 and original.__name__ == "from_pretrained":
             kwargs.setdefault("use_safetensors", True)
         with fail_together(f"load a {cls.__name__}", axes.world), sharded_loading(axes.tp):
             loaded = original.__func__(cls, *args, **kwargs)

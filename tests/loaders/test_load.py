@@ -17,7 +17,7 @@ from torch import nn
 
 from diffusers_rocm import ParallelConfig, TensorParallelConfig
 from diffusers_rocm.hooks.tensor_parallel import sharded_modules
-from diffusers_rocm.loaders.load import CheckpointFiles
+from diffusers_rocm.loaders.stored_tensor import StoredTensor
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..models.testing_utils.common import BaseModelTesterConfig
@@ -50,18 +50,18 @@ def whole_worker(config: BaseModelTesterConfig, folder: str, degrees: dict[str, 
     if reference.dtype != torch.float32:
         inputs = config.cast(inputs, reference.dtype)
     expected = config.get_output(reference, inputs)
-    read, read_slices = 0, CheckpointFiles.read
+    read, read_slices = 0, StoredTensor.read
 
-    def counted(self, name, into, *args):
+    def counted(self, into, *args):
         nonlocal read
         read += into.numel()
-        read_slices(self, name, into, *args)
+        read_slices(self, into, *args)
 
-    CheckpointFiles.read = counted
+    StoredTensor.read = counted
     try:
         model = config.model_class.from_pretrained(folder, parallel_config=ParallelConfig(**degrees), **kwargs)
     finally:
-        CheckpointFiles.read = read_slices
+        StoredTensor.read = read_slices
     kept = sum(tensor.numel() for tensor in model.state_dict().values())
     error = relative_l2(config.get_output(model, inputs), expected)
     is_sharded, training = next(sharded_modules(model), None) is not None, model.training
@@ -191,7 +191,7 @@ class TestLoad(unittest.TestCase):
         tensors["proj_out.bias"] = torch.zeros(3)
         save_file(tensors, Path(self.folder, FILE))
         for message in run_ranks(2, message_worker, self.folder):
-            assert "proj_out.bias is [3] in " in message and "[16] in the model" in message, message
+            assert "proj_out.bias is [3] in the checkpoint, and [16] in this FluxTransf" in message, message
 
     def test_a_file_that_was_cut_on_one_rank(self):
         self.save(FluxTransformerTesterConfig())
