@@ -138,8 +138,8 @@ def _name(key: str | int | None) -> str | int | None:
     return key.removesuffix("?") if isinstance(key, str) else key
 
 
-def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
-    """Split a tensor of `dims` dims along `dim`."""
+def split(dim: int, dims: int | None, output: bool = False) -> ContextParallelInput:
+    """Split a tensor of `dims` dims, any number if None, along `dim`."""
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 

@@ -28,7 +28,6 @@ _NEITHER = {
     "LongCatAudioDiTTransformer": "no plan yet",
     "MiniMaxMusic3Transformer1DModel": "no plan yet",
     "SanaWMTransformer3DModel": "no plan yet: gated linear attention along the camera's path, over all tokens",
-    "SanaWMLTX2RefinerTransformer3DModel": "no plan yet: LTX-2 without audio, with keys of its own cache",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
 }
 
