@@ -27,7 +27,6 @@ _NEITHER = {
     "CosmosControlNetModel": "no plan yet: its forward needs torchvision, without which it was not tested",
     "LongCatAudioDiTTransformer": "no plan yet",
     "MiniMaxMusic3Transformer1DModel": "no plan yet",
-    "SanaWMTransformer3DModel": "no plan yet: gated linear attention along the camera's path, over all tokens",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
 }
 
@@ -47,4 +46,6 @@ WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     "SanaTransformer2DModel": _SANA,
     "SanaControlNetModel": _SANA,
     "SanaVideoTransformer3DModel": _SANA,
+    "SanaWMTransformer3DModel": "its linear attention carries a state from frame to frame, both ways over all tokens, "
+    "and convolves frames, inside one module; so does its feed-forward",
 }
