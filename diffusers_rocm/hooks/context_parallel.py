@@ -16,11 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.collectives import copy_to_axis, share_gradient
 from ..models.plans.context_plan import (
+    AfterWhole,
     ByTokens,
     ContextParallelPlan,
     Gather,
     InputPlan,
     KeyMask,
+    LengthOf,
     ModulePlan,
     Refused,
     SplitAlready,
@@ -36,10 +38,10 @@ class _SplitCheckpoint:
         self.original, self.split = original, split
 
     def __call__(self, block: Callable, *args: Any, **kwargs: Any) -> Any:
-        split, lengths = self.split, self.split.lengths
+        split, lengths, leading = self.split, self.split.lengths, self.split.leading
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            split.lengths = lengths
+            split.lengths, split.leading = lengths, leading
             return block(*args, **kwargs)
 
         return self.original(run, *args, **kwargs)
@@ -166,7 +168,8 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.keys_are_whole, split.queries_are_whole, split.key_mask = {}, False, False, None
+        split.lengths, split.leading = {}, 0
+        split.keys_are_whole, split.queries_are_whole, split.key_mask = False, False, None
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -256,6 +259,12 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
                 split.lengths[key] = split.lengths[how.stream]
             elif isinstance(how, ByTokens):
                 where[index] = split.by_tokens(value, how)
+            elif isinstance(how, LengthOf):
+                split.lengths[how.stream] = how.function(value)
+            elif isinstance(how, AfterWhole):
+                where[index] = split.after_whole(value, how.dim, f"{path}'s {key}")
+                if key == split.plan.main:
+                    split.leading = value.shape[how.dim] - split.lengths[key]
             elif isinstance(how, KeyMask):
                 where[index] = split.mask_keys(value, how.stream)
             elif isinstance(how, Gather):
