@@ -40,8 +40,6 @@ WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 # Also where diffusers has a plan that cannot be used.
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
-    "QwenImage21Transformer2DModel": "its attention is causal, run by run of text or picture, and to keys cached in "
-    "an earlier step",
     "WanAnimate2Transformer3DModel": "its attention rotates, and masks in blocks, whole frames of a video",
     "SanaTransformer2DModel": _SANA,
     "SanaControlNetModel": _SANA,
