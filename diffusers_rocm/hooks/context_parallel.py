@@ -26,6 +26,7 @@ from ..models.plans.context_plan import (
     ModulePlan,
     Refused,
     SplitAlready,
+    gather,
 )
 from ..models.plans.plan import match
 from .sequence_split import SequenceSplit, SplitProcessor
@@ -148,6 +149,8 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     asking = {path for _, _, modules in match(model, dict.fromkeys(plan.main_asks)) for path, _ in modules}
     for path, module in parallel:
         hooks += _must_reach(module, path, split, alone.get(path), path in asking, idle.get(path))
+    for _, (argument, names), modules in match(model, plan.kept):
+        hooks += [hook for path, module in modules for hook in _gather_kept(module, path, argument, names, split)]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_says(split, "keys_are_whole", True)) for _, layer in layers]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
@@ -298,6 +301,29 @@ def _gather_outputs(
         return value if each is None else _map_tensors(value, gather)
 
     return _map_outputs(together)
+
+
+def _gather_kept(
+    module: nn.Module, path: str, argument: str, names: tuple[str, ...], split: SequenceSplit
+) -> list[RemovableHandle]:
+    """What the module leaves in a cache, of this rank's tokens, becomes that of all."""
+    found: list[Any] = []
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found[:] = [getattr(kwargs.get(argument), name, None) for name in names]
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        for name, earlier in zip(names, found, strict=True):
+            value = getattr(kwargs.get(argument), name, None)
+            if value is not earlier and value is not None:
+                whole = split.gather(value, gather(dims=value.ndim), f"{path}'s {argument}.{name}")
+                setattr(kwargs[argument], name, whole)
+        found.clear()
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
 
 
 def _may_be_cached(module: nn.Module) -> bool:

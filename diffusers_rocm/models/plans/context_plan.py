@@ -108,6 +108,8 @@ class ContextParallelPlan:
         whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
         after_whole: whether attention may be to keys that every rank has, which come before those of `main`: of tokens
             that are not split, and attend among themselves alone, or of a cache.
+        kept: paths of attention modules -> an argument that is a cache, and its attributes where they leave keys and
+            values [B, S, ...] of the main stream, of which it is to have those of all ranks.
         causal: the stream whose tokens attend to those before them in it, where the others attend to all.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
@@ -126,6 +128,7 @@ class ContextParallelPlan:
     main_asks: tuple[str, ...] = ()
     idle: Mapping[str, str] = field(default_factory=dict)
     after_whole: bool = False
+    kept: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     causal: str | None = None
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
