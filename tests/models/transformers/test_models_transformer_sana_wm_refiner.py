@@ -71,8 +71,6 @@ class SanaWMRefinerGatedTransformerTesterConfig(SanaWMRefinerTransformerTesterCo
 class SanaWMRefinerCachedTransformerTesterConfig(SanaWMRefinerTransformerTesterConfig):
     """As the pipeline goes: keys of a first frame are kept, and of a refined block; the next block attends to both."""
 
-    cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "cannot go with kv_cache_mode")
-
     def get_output(self, model, inputs):
         cache, frame = SanaWMRefinerKVCache(len(model.transformer_blocks)), self.height * self.width
 
@@ -89,7 +87,7 @@ class SanaWMRefinerCachedTransformerTesterConfig(SanaWMRefinerTransformerTesterC
         outputs += [step("inject", 1, 3, 0), step("inject_and_capture_post_rope", 1, 3, 0)]
         for layer in cache.layer_caches:
             layer.store_history(*(x[:, -2 * frame :] for x in layer.get_captured_post_rope()))
-        return torch.cat([*outputs, step("inject", 4, 2, 2)])
+        return torch.cat([*outputs, step("inject", 4, 3, 2)])
 
 
 class TestSanaWMRefinerTransformer(SanaWMRefinerTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
