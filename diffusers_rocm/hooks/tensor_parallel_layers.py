@@ -212,11 +212,19 @@ def _share_of(x: torch.Tensor, dim: int, shard: Shard, axis: Axis) -> torch.Tens
     return copy_to_axis(x, axis).narrow(dim, before, shard.share(x.shape[dim], axis.rank, axis.size))
 
 
+def _copied(value: Any, axis: Axis) -> Any:
+    """`copy_to_axis` of a tensor, or of those in a tuple."""
+    if isinstance(value, tuple):
+        return tuple(_copied(item, axis) for item in value)
+    return copy_to_axis(value, axis) if isinstance(value, torch.Tensor) else value
+
+
 @functools.cache
 def with_local_input(cls: type[nn.Module]) -> type[nn.Module]:
     """`cls`, attention that gives its heads the shape of its input, of which it is given the features of its heads.
 
-    How these are dealt is that of the first attribute in the plan's rule.
+    How these are dealt is that of the first attribute in the plan's rule. What it is given by keyword is read by its
+    heads alone: gradients are summed.
     """
 
     @stands_in_for(cls)
@@ -224,6 +232,7 @@ def with_local_input(cls: type[nn.Module]) -> type[nn.Module]:
         def forward(self, x, *args, **kwargs):
             local = _share_of(x, x.ndim - 1, next(iter(self.sharding.local.values())), self.sharding.axis)
             linears = [child for child in self.children() if isinstance(child, ColumnOfPartLinear)]
+            kwargs = {name: _copied(value, self.sharding.axis) for name, value in kwargs.items()}
             for linear in linears:
                 linear.whole = local, x
             try:

@@ -19,7 +19,7 @@ class SanaWMTransformerTesterConfig(BaseModelTesterConfig):
     """As released, but for softmax: gated linear attention, a camera's path, its rays, heads of two sizes."""
 
     model_class = diffusers.SanaWMTransformer3DModel
-    floating_inputs = (*BaseModelTesterConfig.floating_inputs, "chunk_plucker")
+    floating_inputs = (*BaseModelTesterConfig.floating_inputs, "camera_conditions", "chunk_plucker")
     cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "from frame to frame")
 
     def get_init_dict(self):
