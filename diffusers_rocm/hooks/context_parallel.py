@@ -16,14 +16,17 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.collectives import copy_to_axis, share_gradient
 from ..models.plans.context_plan import (
+    AfterWhole,
     ByTokens,
     ContextParallelPlan,
     Gather,
     InputPlan,
     KeyMask,
+    LengthOf,
     ModulePlan,
     Refused,
     SplitAlready,
+    gather,
 )
 from ..models.plans.plan import match
 from .sequence_split import SequenceSplit, SplitProcessor
@@ -36,10 +39,10 @@ class _SplitCheckpoint:
         self.original, self.split = original, split
 
     def __call__(self, block: Callable, *args: Any, **kwargs: Any) -> Any:
-        split, lengths = self.split, self.split.lengths
+        split, lengths, leading = self.split, self.split.lengths, self.split.leading
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            split.lengths = lengths
+            split.lengths, split.leading = lengths, leading
             return block(*args, **kwargs)
 
         return self.original(run, *args, **kwargs)
@@ -146,6 +149,8 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     asking = {path for _, _, modules in match(model, dict.fromkeys(plan.main_asks)) for path, _ in modules}
     for path, module in parallel:
         hooks += _must_reach(module, path, split, alone.get(path), path in asking, idle.get(path))
+    for _, (argument, names), modules in match(model, plan.kept):
+        hooks += [hook for path, module in modules for hook in _gather_kept(module, path, argument, names, split)]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_says(split, "keys_are_whole", True)) for _, layer in layers]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
@@ -166,7 +171,8 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.keys_are_whole, split.queries_are_whole, split.key_mask = {}, False, False, None
+        split.lengths, split.leading = {}, 0
+        split.keys_are_whole, split.queries_are_whole, split.key_mask = False, False, None
         if not torch.is_grad_enabled():
             return args, kwargs
         shared = functools.partial(_map_tensors, function=functools.partial(copy_to_axis, axis=split.cp))
@@ -256,6 +262,12 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
                 split.lengths[key] = split.lengths[how.stream]
             elif isinstance(how, ByTokens):
                 where[index] = split.by_tokens(value, how)
+            elif isinstance(how, LengthOf):
+                split.lengths[how.stream] = how.function(value)
+            elif isinstance(how, AfterWhole):
+                where[index] = split.after_whole(value, how.dim, f"{path}'s {key}")
+                if key == split.plan.main:
+                    split.leading = value.shape[how.dim] - split.lengths[key]
             elif isinstance(how, KeyMask):
                 where[index] = split.mask_keys(value, how.stream)
             elif isinstance(how, Gather):
@@ -289,6 +301,29 @@ def _gather_outputs(
         return value if each is None else _map_tensors(value, gather)
 
     return _map_outputs(together)
+
+
+def _gather_kept(
+    module: nn.Module, path: str, argument: str, names: tuple[str, ...], split: SequenceSplit
+) -> list[RemovableHandle]:
+    """What the module leaves in a cache, of this rank's tokens, becomes that of all."""
+    found: list[Any] = []
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        found[:] = [getattr(kwargs.get(argument), name, None) for name in names]
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        for name, earlier in zip(names, found, strict=True):
+            value = getattr(kwargs.get(argument), name, None)
+            if value is not earlier and value is not None:
+                whole = split.gather(value, gather(dims=value.ndim), f"{path}'s {argument}.{name}")
+                setattr(kwargs[argument], name, whole)
+        found.clear()
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
 
 
 def _may_be_cached(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..distributed.collectives import copy_to_axis, gather_from_axis
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import Kernel, choose_kernel
-from ..models.attention_parallel import Layout, attention, attention_of_whole_queries
+from ..models.attention_parallel import Layout, attention, attention_after_whole_keys, attention_of_whole_queries
 from ..models.plans.context_plan import ByTokens, ContextParallelPlan
 from .stand_in import stands_in_for
 
@@ -28,6 +28,7 @@ class SequenceSplit:
         self.name, self.plan, self.rotate_method = name, plan, rotate_method
         self.cp, self.ring, self.ulysses, self.model = axes.context, axes.ring, axes.ulysses, axes.model
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
+        self.leading = 0  # tokens before those of the main stream, which every rank has, in this forward
         self.reached = False  # by the attention module that runs
         self.window: int | None = None  # of that module
         self.keys_are_whole = False  # those of the attention that comes next
@@ -71,6 +72,12 @@ class SequenceSplit:
         ((start, stop),) = self.layout_of(total).runs(self.cp.rank)
         return how.function(value, total, start, stop)
 
+    def after_whole(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """What is before the main stream's tokens, and this rank's run of them."""
+        whole, tokens = x.split([x.shape[dim] - self.lengths[self.plan.main], self.lengths[self.plan.main]], dim)
+        part = self.split(tokens, ContextParallelInput(dim), what, stream=True)
+        return torch.cat([whole, part], dim)
+
     def mask_keys(self, mask: Tensor, stream: str) -> Tensor:
         """Have attention mask the keys of this stream, until the next such mask; returns one that masks nothing."""
         at = self.plan.streams.index(stream)
@@ -91,6 +98,10 @@ class SequenceSplit:
         stream = getattr(how, "stream", None) or self.plan.main
         length = self.lengths.get(stream)
         sizes = self.layout_of(length).lengths() if length is not None else ()
+        if sizes and getattr(how, "after_whole", False):
+            whole, x = x.split([x.shape[how.gather_dim] - sizes[self.cp.rank], sizes[self.cp.rank]], how.gather_dim)
+            everything = copy_to_axis(gather_from_axis(x, sizes, self.cp, how.gather_dim), self.cp)
+            return torch.cat([whole, everything], how.gather_dim)
         if not sizes or x.shape[how.gather_dim] != sizes[self.cp.rank]:
             raise ValueError(
                 f"{self.name}: {what} is {[*x.shape]}, which is not this rank's part of {stream} "
@@ -155,6 +166,12 @@ class SequenceSplit:
                 raise ValueError(f"{self.name}: attention of whole queries to split keys takes no mask")
             layout = self.layout_of(self.lengths[self.plan.main])
             return attention_of_whole_queries(q, k, v, scale, layout, self.cp, choose)
+        if self.plan.after_whole and k.shape[1] <= self.leading:
+            out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)
+            return out
+        if self.plan.after_whole and k.shape[1] > q.shape[1]:
+            layout = self.layout(q.shape[1], q.shape[1])
+            return attention_after_whole_keys(q, k, v, mask, scale, layout, choose)
         if self.main_asks and q.shape[1] != k.shape[1]:
             among, start = self._among_all(q)
             return self.attend(among, k, v, mask, scale, is_causal, kernel).narrow(1, start, q.shape[1])

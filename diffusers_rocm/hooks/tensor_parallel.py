@@ -49,6 +49,7 @@ class Style:
 
 STYLES: dict[str, Style] = {
     "column": Style((nn.Linear,), layers.ColumnParallelLinear, weight_dim=0, bias_dim=0),
+    "column_of_part": Style((nn.Linear,), layers.ColumnOfPartLinear, weight_dim=0, bias_dim=0),
     "row": Style((nn.Linear,), layers.RowParallelLinear, weight_dim=1, bias_dim=None),
     "gather": Style((nn.Linear,), layers.GatheredColumnLinear, weight_dim=0, bias_dim=0),
     "modulation": Style((nn.Linear,), layers.ModulationLinear, weight_dim=0, bias_dim=0),
@@ -60,6 +61,7 @@ STYLES: dict[str, Style] = {
     "norm": Style((nn.RMSNorm, DiffusersRMSNorm, nn.LayerNorm), layers.across_heads, weight_dim=0, bias_dim=0),
     "head_norm": Style(becomes=layers.of_local_heads),
     "local": Style(),
+    "local_input": Style(becomes=layers.with_local_input),
     "output": Style(becomes=layers.with_local_output),
     "slices": Style(),
     "partial": Style(becomes=layers.with_partial_output),
@@ -109,7 +111,7 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
         if not found and not rule.endswith("?") and not runs_through_nothing(model, rule):
             raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {rule!r}")
         for path, module in found:
-            if hasattr(module, "sharding"):
+            if hasattr(module, "sharding") or style.accepts and type(module) is nn.Identity:  # a norm left out
                 continue
             if style.accepts and type(module) not in style.accepts:
                 accepted = " or ".join(cls.__name__ for cls in style.accepts)
@@ -127,12 +129,13 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
                     )
                 blocks = plan.blocks(argument or "mlp", module.weight.shape[style.weight_dim], model.config, world)
             local = {}
-            if name == "local":
+            if name in ("local", "local_input"):
                 local = plan.attributes(argument, module, model.config, world)
             elif name == "output":
                 dim, _, layout = argument.rpartition("=")
                 local = {dim or "output": plan.head_shard(layout, model.config)}
             shards = style.shards(module, blocks)
+            shards |= {key: local.pop(key) for key in module._parameters if key in local}
             if name in ("slices", "partial"):
                 shards = plan.slices(argument, module, model.config, world)
             short = [block for shard in shards.values() for block in shard.blocks if block.size // block.unit < world]
@@ -173,7 +176,7 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
             shapes[name], requires_grad[name] = parameter.shape, parameter.requires_grad
             full = parameter.detach() if source is None else broadcast_from_first(parameter.detach(), source)
             _set_parameter(module, name, shard.take(full, axis.rank, axis.size), parameter.requires_grad)
-        if placement.style == "local":
+        if placement.style in ("local", "local_input"):
             for name, shard in placement.local.items():
                 attributes[name] = getattr(module, name)
                 setattr(module, name, shard.share(attributes[name], axis.rank, axis.size))

@@ -51,6 +51,23 @@ class ColumnParallelLinear(nn.Linear):
         return F.linear(copy_to_axis(x, self.sharding.axis), self.weight, self.bias)
 
 
+class ColumnOfPartLinear(ColumnParallelLinear):
+    """A slice of the output features; the input, of which a rank has the features of its own heads, is gathered.
+
+    For attention that takes the width of its heads from that of its input (`with_local_input`), which every rank had
+    whole: where it comes here as it is, nothing is gathered.
+    """
+
+    whole: tuple[torch.Tensor, torch.Tensor] | None = None  # this rank's part of an input, and all of it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.whole is not None and x is self.whole[0]:
+            return super().forward(self.whole[1])
+        axis, shard, features = self.sharding.axis, self.sharding.shards["weight"], self.sharding.shapes["weight"][1]
+        sizes = tuple(shard.share(features, rank, axis.size) for rank in range(axis.size))
+        return super().forward(gather_from_axis(x, sizes, axis))
+
+
 class RowParallelLinear(nn.Linear):
     """A slice of the input features; the input is sharded, the output is the sum over the ranks.
 
@@ -184,11 +201,47 @@ def with_local_output(cls: type[nn.Module]) -> type[nn.Module]:
 
         def _local(self, x: torch.Tensor) -> torch.Tensor:
             axis, ((dim, shard),) = self.sharding.axis, self.sharding.local.items()
-            dim = int(dim) if dim != "output" else 1 if x.ndim == 4 else x.ndim - 1
-            before = sum(shard.share(x.shape[dim], rank, axis.size) for rank in range(axis.rank))
-            return copy_to_axis(x, axis).narrow(dim, before, shard.share(x.shape[dim], axis.rank, axis.size))
+            return _share_of(x, int(dim) if dim != "output" else 1 if x.ndim == 4 else x.ndim - 1, shard, axis)
 
     return WithLocalOutput
+
+
+def _share_of(x: torch.Tensor, dim: int, shard: Shard, axis: Axis) -> torch.Tensor:
+    """This rank's part of `x`, whose `dim` is dealt as the shard is."""
+    before = sum(shard.share(x.shape[dim], rank, axis.size) for rank in range(axis.rank))
+    return copy_to_axis(x, axis).narrow(dim, before, shard.share(x.shape[dim], axis.rank, axis.size))
+
+
+def _copied(value: Any, axis: Axis) -> Any:
+    """`copy_to_axis` of a tensor, or of those in a tuple."""
+    if isinstance(value, tuple):
+        return tuple(_copied(item, axis) for item in value)
+    return copy_to_axis(value, axis) if isinstance(value, torch.Tensor) else value
+
+
+@functools.cache
+def with_local_input(cls: type[nn.Module]) -> type[nn.Module]:
+    """`cls`, attention that gives its heads the shape of its input, of which it is given the features of its heads.
+
+    How these are dealt is that of the first attribute in the plan's rule. What it is given by keyword is read by its
+    heads alone: gradients are summed.
+    """
+
+    @stands_in_for(cls)
+    class WithLocalInput(cls):
+        def forward(self, x, *args, **kwargs):
+            local = _share_of(x, x.ndim - 1, next(iter(self.sharding.local.values())), self.sharding.axis)
+            linears = [child for child in self.children() if isinstance(child, ColumnOfPartLinear)]
+            kwargs = {name: _copied(value, self.sharding.axis) for name, value in kwargs.items()}
+            for linear in linears:
+                linear.whole = local, x
+            try:
+                return super().forward(local, *args, **kwargs)
+            finally:
+                for linear in linears:
+                    linear.whole = None
+
+    return WithLocalInput
 
 
 class ShardedRMSNorm(nn.Module):

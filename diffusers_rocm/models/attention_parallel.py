@@ -255,6 +255,35 @@ def attention_of_whole_queries(
     return (parts[..., :-1] * weights).sum(dim=0).to(q.dtype)
 
 
+def attention_after_whole_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, layout: Layout, choose: KernelChoice
+) -> Tensor:
+    """Exact attention of this rank's queries to keys that every rank has, the same, and to those of all ranks.
+
+    The keys of a ring are gathered: what every rank has, of a prompt or of earlier frames, is seldom less.
+
+    Args: q [B, S, H, D]; k, v [B, whole + S, Hk, D], this rank's S last; mask for all keys, one row for all queries.
+    Returns [B, S, H, D].
+    """
+    length, heads, whole = q.shape[1], q.shape[2], k.shape[1] - q.shape[1]
+    if mask is not None and (mask.ndim != 4 or mask.shape[2] != 1 or mask.shape[3] != whole + sum(layout.streams)):
+        raise ValueError(f"a mask {[*mask.shape]} is not one row for {whole} keys and those of {layout.streams}")
+    (before_k, k), (before_v, v) = (x.split([whole, length], 1) for x in (k, v))
+    if k.shape[2] != heads:
+        before_k, before_v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (before_k, before_v))
+    if layout.ulysses.size > 1:
+        start, stop = Block(heads, 1).bounds(layout.ulysses.rank, layout.ulysses.size)
+        before_k, before_v = (x[:, :, start:stop] for x in (before_k, before_v))
+        q, k, v = _scatter_heads(q, k, v, layout)
+        mask = _mask_of_group(mask, heads, layout)
+    if layout.ring.size > 1:
+        lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(layout.ring.size))
+        message = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, layout.ring, 0), layout.ring)
+        k, v = _keys_of(message, q.shape[2])
+    out, _ = choose(q, mask, False)(q, torch.cat([before_k, k], 1), torch.cat([before_v, v], 1), mask, scale)
+    return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
+
+
 def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Keys and values [B, S, heads, D] of a message [S, B, 2 key heads, D]: views, unless key heads are fewer."""
     parts = message.transpose(0, 1).chunk(2, dim=2)

@@ -18,7 +18,7 @@ from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
-from diffusers_rocm.models.attention_parallel import Layout, attention, merge
+from diffusers_rocm.models.attention_parallel import Layout, attention, attention_after_whole_keys, merge
 
 from ..testing_utils import relative_l2, run_ranks
 from .test_attention_dispatch import reference
@@ -166,6 +166,27 @@ class TestSchedules(unittest.TestCase):
     def test_too_few_heads(self):
         for message in run_ranks(3, few_heads_worker):
             assert "Ulysses over 3 ranks needs as many heads, and this attention has 2" in message
+
+
+def whole_keys_worker(ring, ulysses, key_heads, kind) -> float:
+    """Relative error of 23 queries to their own keys and to five before them that every rank has."""
+    axes, whole, heads = ContextParallelConfig(ring, ulysses).axes(), 5, 6
+    layout = Layout((23,), axes.ring, axes.ulysses)
+    q, k, v = tensors((whole, 23), heads, key_heads, 2)
+    mask = None if kind is None else full_mask(kind, (whole, 23), heads, 2)
+    q, expanded = q[:, whole:], [x.repeat_interleave(heads // key_heads, 2) for x in (k, v)]
+    want = layout.take(reference(q, *expanded, mask)[0], 1, layout.rank)
+    mine = [torch.cat([x[:, :whole], layout.take(x[:, whole:], 1, layout.rank)], 1) for x in (k, v)]
+    out = attention_after_whole_keys(layout.take(q, 1, layout.rank), *mine, mask, None, layout, choose)
+    return relative_l2(out, want)
+
+
+class TestKeysThatEveryRankHas(unittest.TestCase):
+    @parameterized.expand([(1, 4), (3, 1), (2, 2)])
+    def test_parity(self, ring, ulysses):
+        for key_heads, kind in ((6, None), (2, "keys"), (3, "keys, every head"), (6, "keys, additive")):
+            for error in run_ranks(ring * ulysses, whole_keys_worker, ring, ulysses, key_heads, kind):
+                assert error <= 1e-6, (error, key_heads, kind)
 
 
 def axes(ring, ulysses):

@@ -46,16 +46,40 @@ class KeyMask:
 
 
 @dataclass(frozen=True)
+class LengthOf:
+    """An argument from which the length of a stream is known, where tokens of others come with it."""
+
+    stream: str
+    function: Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class AfterWhole:
+    """The main stream's tokens, along `dim`, after others that every rank keeps whole."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
 class Gather(ContextParallelOutput):
-    """Of a stream of tokens: of `main` if None."""
+    """Of a stream of tokens: of `main` if None; `after_whole` if others, which every rank has, are before them."""
 
     stream: str | None = None
+    after_whole: bool = False
 
 
 # What diffusers' `_cp_plan` maps a module's path to, and counts. A list says it for each tensor of an argument that is
 # a list, or for each output; None leaves one alone.
 InputPlan = (
-    ContextParallelInput | ByTokens | Refused | SplitAlready | KeyMask | Gather | Sequence[ContextParallelInput | None]
+    ContextParallelInput
+    | ByTokens
+    | Refused
+    | SplitAlready
+    | KeyMask
+    | LengthOf
+    | AfterWhole
+    | Gather
+    | Sequence[ContextParallelInput | None]
 )
 ModulePlan = Mapping[str | int, InputPlan] | ContextParallelOutput | Sequence[ContextParallelOutput | None]
 
@@ -82,6 +106,10 @@ class ContextParallelPlan:
         main_asks: paths of attention modules where `main` alone asks, and all streams answer.
         idle: paths of attention modules -> the argument by which, where it is true, they compute no attention.
         whole_queries: paths of attention modules whose queries every rank has whole, and whose keys are of `main`.
+        after_whole: whether attention may be to keys that every rank has, which come before those of `main`: of tokens
+            that are not split, and attend among themselves alone, or of a cache.
+        kept: paths of attention modules -> an argument that is a cache, and its attributes where they leave keys and
+            values [B, S, ...] of the main stream, of which it is to have those of all ranks.
         causal: the stream whose tokens attend to those before them in it, where the others attend to all.
         impossible: path of a module -> why a model that has it cannot be split.
         ordered: whether the order of `streams` is known.
@@ -99,6 +127,8 @@ class ContextParallelPlan:
     whole_queries: tuple[str, ...] = ()
     main_asks: tuple[str, ...] = ()
     idle: Mapping[str, str] = field(default_factory=dict)
+    after_whole: bool = False
+    kept: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     causal: str | None = None
     impossible: Mapping[str, str] = field(default_factory=dict)
     ordered: bool = True
@@ -127,7 +157,7 @@ class ContextParallelPlan:
             return allowed and all(isinstance(each, kind) and not getattr(each, "split_output", False) for each in how)
         if key is None:
             return isinstance(how, ContextParallelOutput)
-        if isinstance(how, (ByTokens, Refused, SplitAlready, KeyMask)):
+        if isinstance(how, (ByTokens, Refused, SplitAlready, KeyMask, LengthOf, AfterWhole)):
             return isinstance(key, str)
         if isinstance(how, Gather):
             return isinstance(key, str) and how.stream is not None
@@ -138,14 +168,14 @@ def _name(key: str | int | None) -> str | int | None:
     return key.removesuffix("?") if isinstance(key, str) else key
 
 
-def split(dim: int, dims: int, output: bool = False) -> ContextParallelInput:
-    """Split a tensor of `dims` dims along `dim`."""
+def split(dim: int, dims: int | None, output: bool = False) -> ContextParallelInput:
+    """Split a tensor of `dims` dims, any number if None, along `dim`."""
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 
-def gather(dim: int = 1, dims: int = 3, stream: str | None = None) -> Gather:
+def gather(dim: int = 1, dims: int = 3, stream: str | None = None, after_whole: bool = False) -> Gather:
     """Gather an output, or an argument, of `dims` dims along `dim`: of `main`, or of another stream of tokens."""
-    return Gather(gather_dim=dim, expected_dims=dims, stream=stream)
+    return Gather(gather_dim=dim, expected_dims=dims, stream=stream, after_whole=after_whole)
 
 
 def leading_count() -> ByTokens:

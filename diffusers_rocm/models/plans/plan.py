@@ -45,10 +45,15 @@ class TensorParallelPlan:
         return {name: _value(count, config) for name, (count, _) in self.heads.items()}
 
     def attributes(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:
-        """Attribute of the module -> layout of what it counts, for `"heads=heads,inner_dim=heads"`, say."""
+        """Attribute of the module -> layout of what it counts, for `"heads=heads,inner_dim=heads"`, say.
+
+        Or, where it is a parameter, the layout of its first dim; one that the module lacks is left out.
+        """
         shards = {}
         for each in layouts.split(","):
             name, _, layout = each.partition("=")
+            if getattr(module, name) is None:
+                continue
             if layout in self.heads:
                 shards[name] = self.head_shard(layout, config)
             else:

@@ -94,7 +94,7 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
     tensors = [*model.parameters(), *model.buffers()]
     whole = [tensor for tensor in tensors if id(tensor) not in cut]
     # Norms within a head and the like are named by a rule too: what they hold is meant to be whole.
-    changed = [placement.module for placement in placements if STYLES[placement.style].becomes]
+    changed = [each.module for each in placements if STYLES[each.style].becomes and each.style != "local_input"]
     named = {id(tensor) for module in changed for tensor in module.parameters()}
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     return PlanReport(

@@ -24,8 +24,6 @@ _NEITHER = {
     "MiniMaxMusic3RVQDepthDecoder": "an autoregressive decoder of seven tokens a frame, no diffusion transformer",
     "RFD4ProteinaTransformer": "a model of proteins: every token attends under a bias made from each pair of tokens",
     "AnyFlowFARTransformer3DModel": "attention in chunks under a block mask, by flex attention alone",
-    "SanaWMTransformer3DModel": "no plan yet: gated linear attention along the camera's path, over all tokens",
-    "SanaWMLTX2RefinerTransformer3DModel": "no plan yet: LTX-2 without audio, with keys of its own cache",
     "Kandinsky6SRTransformer3DModel": "sparse attention in blocks of tokens, by flex attention alone",
 }
 
@@ -39,10 +37,10 @@ WITHOUT_TENSOR_PARALLEL_PLAN: dict[str, str] = {**_NEITHER}
 # Also where diffusers has a plan that cannot be used.
 WITHOUT_CONTEXT_PARALLEL_PLAN: dict[str, str] = {
     **_NEITHER,
-    "QwenImage21Transformer2DModel": "its attention is causal, run by run of text or picture, and to keys cached in "
-    "an earlier step",
     "WanAnimate2Transformer3DModel": "its attention rotates, and masks in blocks, whole frames of a video",
     "SanaTransformer2DModel": _SANA,
     "SanaControlNetModel": _SANA,
     "SanaVideoTransformer3DModel": _SANA,
+    "SanaWMTransformer3DModel": "its linear attention carries a state from frame to frame, both ways over all tokens, "
+    "and convolves frames, inside one module; so does its feed-forward",
 }

@@ -1,13 +1,16 @@
+import math
 import unittest
 
 import diffusers
 import pytest
 import torch
+from parameterized import parameterized
 
-from diffusers_rocm import TensorParallelConfig
+from diffusers_rocm import ParallelConfig
 
-from ...testing_utils import relative_l2, run_ranks
+from ...testing_utils import message_of, relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
+from ..testing_utils.context_parallelism import gradient_worker
 from ..testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils.plans import PlanTesterMixin
 
@@ -20,6 +23,7 @@ class QwenImage21TransformerTesterConfig(BaseModelTesterConfig):
     """Text, a reference picture, text, and the picture; prompts of different lengths."""
 
     model_class = diffusers.QwenImage21Transformer2DModel
+    even_lengths = "each slot of a picture stands for four tokens"
 
     def get_init_dict(self):
         return {
@@ -48,12 +52,43 @@ class QwenImage21TransformerTesterConfig(BaseModelTesterConfig):
 
 
 class TestQwenImage21Transformer(QwenImage21TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
-    strategies = ("TP 2", "TP 3")
-    cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "its attention is causal, run by run")
+    pass
+
+
+class QwenImage21TextTransformerTesterConfig(QwenImage21TransformerTesterConfig):
+    """Text alone, without padding, and the real step for all tokens."""
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "causal_condition": False}
+
+    def get_dummy_inputs(self, batch_size=1):
+        inputs = super().get_dummy_inputs(batch_size)
+        slots = torch.arange(7 + 15) >= 7
+        return {
+            "hidden_states": inputs["hidden_states"][:, 12:],
+            "encoder_hidden_states": inputs["encoder_hidden_states"][:, :7],
+            "timestep": inputs["timestep"],
+            "img_shapes": [[(1, 6, 10)]] * batch_size,
+            "img_mask": slots.expand(batch_size, -1),
+        }
+
+
+class TestQwenImage21TextTransformer(QwenImage21TextTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestQwenImage21Gradients(unittest.TestCase):
+    """Of what every rank computes, the text and the reference picture, a rank has its share."""
+
+    @parameterized.expand([(1, 2), (2, 1)])
+    def test_gradients(self, ring, ulysses):
+        config = QwenImage21TransformerTesterConfig()
+        for errors in run_ranks(2, gradient_worker, config, (ring, ulysses, "p2p")):
+            assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
 
 
 @torch.no_grad()
-def cache_worker(tp: int) -> list[float]:
+def cache_worker(degrees: dict[str, int]) -> list[float]:
     """Errors of a step that fills the cache with the keys of all but the picture, and of one that uses it."""
     from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
@@ -68,11 +103,28 @@ def cache_worker(tp: int) -> list[float]:
 
     reference = steps()
     assert reference[1].shape[1] == 60
-    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    model.enable_parallelism(config=ParallelConfig(**degrees))
     return [relative_l2(got, want) for got, want in zip(steps(), reference, strict=True)]
 
 
 class TestQwenImage21Cache(unittest.TestCase):
-    def test_tensor_parallel(self):
-        for errors in run_ranks(2, cache_worker, 2):
+    @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"ring": 3},), ({"ring": 2, "ulysses": 2},)])
+    def test_steps(self, degrees):
+        for errors in run_ranks(math.prod(degrees.values()), cache_worker, degrees):
             assert max(errors) <= FLOAT32_BAR, errors
+
+
+@torch.no_grad()
+def flex_worker() -> str:
+    from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21FlexAttnProcessor
+
+    config = QwenImage21TransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(1)
+    model.set_attn_processor(QwenImage21FlexAttnProcessor())
+    model.enable_parallelism(config=ParallelConfig(ulysses=2))
+    return message_of(lambda: config.get_output(model, inputs))
+
+
+class TestQwenImage21FlexAttention(unittest.TestCase):
+    def test_context_parallel_is_refused(self):
+        assert all("flex attention" in message for message in run_ranks(2, flex_worker))
