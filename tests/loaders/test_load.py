@@ -17,7 +17,7 @@ from torch import nn
 
 from diffusers_rocm import ParallelConfig, TensorParallelConfig
 from diffusers_rocm.hooks.tensor_parallel import sharded_modules
-from diffusers_rocm.loaders.stored_tensor import StoredTensor
+from diffusers_rocm.loaders.stored_tensor import StoredTensor, stored_tensors
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..models.testing_utils.common import BaseModelTesterConfig
@@ -74,6 +74,35 @@ def whole_worker(config: BaseModelTesterConfig, folder: str, degrees: dict[str, 
         "restored": _same_state(model, _clone_state(reference)),
         "dtypes": {name: str(x.dtype) for name, x in model.state_dict().items()},
     }
+
+
+def as_published(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of Z-Image under the names of its authors, whose q, k and v are one."""
+    names = {"all_final_layer.2-1.": "final_layer.", "all_x_embedder.2-1.": "x_embedder."}
+    names |= {".attention.to_out.0.": ".attention.out.", ".norm_q.": ".q_norm.", ".norm_k.": ".k_norm."}
+    published = {}
+    for name, tensor in state.items():
+        if ".attention.to_q." in name:
+            rest = [state[name.replace("to_q", other)] for other in ("to_k", "to_v")]
+            name, tensor = name.replace("to_q", "qkv"), torch.cat([tensor, *rest])
+        if ".to_k." not in name and ".to_v." not in name:
+            for ours, theirs in names.items():
+                name = name.replace(ours, theirs)
+            published[f"model.diffusion_model.{name}"] = tensor.clone()
+    return published
+
+
+@torch.no_grad()
+def single_file_worker(config: BaseModelTesterConfig, folder: str) -> dict:
+    reference = config.model_class.from_pretrained(folder)
+    model = config.model_class.from_single_file(
+        f"{folder}/published.safetensors", config=folder, parallel_config=TensorParallelConfig(2)
+    )
+    inputs = config.get_inputs(1)
+    error = relative_l2(config.get_output(model, inputs), config.get_output(reference, inputs))
+    is_sharded = next(sharded_modules(model), None) is not None
+    model.disable_parallelism()
+    return {"error": error, "sharded": is_sharded, "restored": _same_state(model, _clone_state(reference))}
 
 
 def message_worker(folder: str, of_rank_1: str | None = None, kwargs: Mapping = MappingProxyType({})) -> str:
@@ -177,6 +206,17 @@ class TestLoad(unittest.TestCase):
             assert 700e6 < shard < 900e6, shard
             assert peak < shard + largest + 100e6, (peak, shard, largest)
 
+    def test_one_file_of_the_authors(self):
+        found = variants()
+        if "ZImageTransformer" not in found:
+            self.skipTest("this diffusers has no Z-Image")
+        config, _ = found["ZImageTransformer"]
+        published = as_published(self.save(config).state_dict())
+        save_file(published, Path(self.folder, "published.safetensors"))
+        for result in run_ranks(2, single_file_worker, config, self.folder):
+            assert result["sharded"] and result["restored"], result
+            assert result["error"] <= FLOAT32_BAR, result
+
     def test_a_tensor_that_is_missing(self):
         self.save(FluxTransformerTesterConfig())
         tensors = load_file(Path(self.folder, FILE))
@@ -221,3 +261,50 @@ class TestLoad(unittest.TestCase):
         self.save(FluxTransformerTesterConfig())
         for message in run_ranks(2, message_worker, self.folder, None, options):
             assert expected in message, message
+
+
+class TestStoredTensor(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        generator = torch.Generator().manual_seed(0)
+        self.tensors = {
+            "a": torch.randn(7, 4, generator=generator),
+            "b": torch.randn(5, 4, generator=generator),
+            "scalar": torch.tensor(3.0),
+        }
+        save_file(self.tensors, Path(folder.name, FILE))
+        self.stored = stored_tensors(Path(folder.name, FILE))
+        self.read = 0
+        read = StoredTensor.read
+        self.addCleanup(setattr, StoredTensor, "read", read)
+
+        def counted(stored, *args):
+            self.read += 1
+            return read(stored, *args)
+
+        StoredTensor.read = counted
+
+    def converted(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What conversions do: rows in parts, swapped, joined."""
+        first, second = tensors["a"].split([3, 4], dim=0)
+        lower, upper = tensors["b"].chunk(2, dim=0)
+        return torch.cat([upper, second[1:], lower.clone(), first.detach()])
+
+    @parameterized.expand([(0, ((0, 4), (9, 2))), (0, ((0, 0), (11, 0))), (1, ((0, 1), (2, 2)))])
+    def test_reads_what_is_asked_for(self, dim, runs):
+        expected, stored = self.converted(self.tensors), self.converted(self.stored)
+        assert isinstance(stored, StoredTensor) and stored.shape == expected.shape and self.read == 0
+        into = torch.empty([sum(n for _, n in runs) if d == dim else n for d, n in enumerate(stored.shape)]).double()
+        stored.read(into, dim, runs)
+        parts = [expected.narrow(dim, start, length) for start, length in runs]
+        assert torch.equal(into, torch.cat(parts, dim).double())
+
+    def test_anything_else_reads_it_all(self):
+        whole = self.converted(self.stored) * 2 + self.stored["scalar"]
+        assert not isinstance(whole, StoredTensor) and self.read == 2
+        assert torch.equal(whole, self.converted(self.tensors) * 2 + 3)
+        assert torch.equal(
+            torch.cat([self.stored["a"], self.tensors["b"]]), torch.cat(list(self.tensors.values())[:2])
+        )
+        assert torch.equal(self.stored["a"][:, 1:3], self.tensors["a"][:, 1:3])
