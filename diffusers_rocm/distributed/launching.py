@@ -133,7 +133,7 @@ class _Forwarder:
     _NOISE = re.compile(rb"^\[rank\d+\]:\s?|^[IWEF]\d{4} [\d:.]+ \d+ |\b0x[0-9a-f]+\b")
 
     # How long a line of another rank waits for rank 0 to say the same.
-    _PATIENCE = 2.0
+    _PATIENCE = 10.0
 
     def __init__(self, folder: Path):
         self._folder, self._stop = folder, threading.Event()

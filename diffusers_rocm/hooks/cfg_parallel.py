@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ..distributed.agreement import ROUNDING
 from ..distributed.agreement import leaves as named_leaves
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather
+from ..distributed.collectives import all_gather, all_gather_int64
 from ..distributed.sharding import Block
 from .around_call import AroundCall
 from .caches import guidance_shared
+from .context_parallel import may_be_cached
 
 
 class _Turns:
@@ -83,15 +85,19 @@ class GuidanceParallel(AroundCall):
     """Around a denoiser whose calls are shared by the ranks of the cfg axis.
 
     A batch that divides by the axis is split; the calls of any other take turns. What a call of some shape answers is
-    learned the first time, when every group runs it.
+    learned the first time, when every group runs it: that whose rows depend on each other, as branches of perturbed
+    attention do, cannot be split. Set `check` to False to leave that out of a batch, for which it takes the memory of
+    all rows; it is left out of a model with caches, whose state it would change.
 
     Raises:
-        ValueError: a prediction that was read too early, as is the case without guidance; gradients.
+        ValueError: a prediction that was read too early, as is the case without guidance; rows that depend on each
+            other; gradients.
     """
 
     def __init__(self, model: nn.Module, axis: Axis):
         super().__init__(model)
-        self._name, self._axis = type(model).__name__, axis
+        self._name, self._axis, self.check = type(model).__name__, axis, True
+        self._split_before: set[str] = set()  # kinds of calls
         self._known: dict[str, tuple[list[tuple[torch.Size, torch.dtype, torch.device]], Any]] = {}
         self.begin_run()
 
@@ -125,12 +131,33 @@ class GuidanceParallel(AroundCall):
 
     def _split(self, call: Callable, args: tuple, kwargs: dict, batch: int) -> Any:
         start, stop = Block(batch, 1).bounds(self._axis.rank, self._axis.size)
+        kind, expected = _kind(args, kwargs), None
+        if self.check and kind not in self._split_before and not any(map(may_be_cached, self._module.modules())):
+            expected = tree_leaves(call(*args, **kwargs))
         args = tuple(_rows(x, "", batch, start, stop) for x in args)
         kwargs = {name: _rows(x, name, batch, start, stop) for name, x in kwargs.items()}
         with guidance_shared(self._axis, by_rows=True):
             leaves, structure = tree_flatten(call(*args, **kwargs))
         sizes = (stop - start,) * self._axis.size
-        return tree_unflatten([self._gathered(x, sizes) for x in leaves], structure)
+        gathered = [self._gathered(x, sizes) for x in leaves]
+        if expected is not None:
+            self._split_before.add(kind)
+            self._compare(gathered, expected)
+        return tree_unflatten(gathered, structure)
+
+    def _compare(self, parts: list[Any], whole: list[Any]) -> None:
+        """Each group has the same parts, but computed the whole by itself: what one of them finds, all raise."""
+        apart, worst = False, 0.0
+        for x, y in zip(parts, whole, strict=True):
+            if isinstance(x, Tensor) and x.is_floating_point() and torch.isfinite(y).all():
+                error = ((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-30)).item()
+                apart |= not error <= (1e-3 if x.dtype == torch.float32 else ROUNDING)
+                worst = max(worst, error)
+        if all_gather_int64(torch.tensor([apart]), self._axis).any():
+            raise ValueError(
+                f"{self._name} answers a part of its rows otherwise than all of them (relative error {worst:.1e}), so "
+                f"they cannot be shared by cfg={self._axis.size}; use dp, ulysses or tp in its place"
+            )
 
     def _gathered(self, x: Any, sizes: tuple[int, ...]) -> Any:
         if not isinstance(x, Tensor):
@@ -191,9 +218,18 @@ def _batch_of(values: tuple) -> int:
     raise ValueError("a denoiser was called without any tensor")
 
 
+# Lists of layers, however long they are; and what has its rows in the second dim, after a layer for each.
+_OF_LAYERS = {"skip_layers", "spatio_temporal_guidance_blocks"}
+_ROWS_SECOND = {"encoder_hidden_states_llama3"}
+
+
 def _rows(value: Any, name: str, batch: int, start: int, stop: int) -> Any:
     """The rows `start` to `stop` of whatever has one for each of the batch."""
+    if name in _OF_LAYERS:
+        return value
     if isinstance(value, Tensor):
+        if name in _ROWS_SECOND:
+            return value[:, start:stop]
         # Positions are shared by the batch, unless they have a dim for it.
         positions = name.endswith(("_ids", "rotary_emb")) and value.ndim < 3
         return value[start:stop] if value.shape[:1] == (batch,) and not positions else value

@@ -326,7 +326,7 @@ def _gather_kept(
     ]
 
 
-def _may_be_cached(module: nn.Module) -> bool:
+def may_be_cached(module: nn.Module) -> bool:
     """A cache of diffusers that answers for the whole module by the number of the step, the same on all ranks."""
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
     return any("cache" in name or "broadcast" in name for name in hooks)
@@ -351,7 +351,7 @@ def _must_reach(
         split.window = getattr(module, "sliding_window", None)
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if split.reached or _may_be_cached(module) or idle is not None and kwargs.get(idle):
+        if split.reached or may_be_cached(module) or idle is not None and kwargs.get(idle):
             return
         if split_of(module) is None:
             raise ValueError(

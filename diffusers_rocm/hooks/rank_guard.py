@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import name_ranks
-from ..distributed.agreement import agree, leaves
+from ..distributed.agreement import FEW, agree, leaves
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather, all_gather_int64, broadcast_from_first
 from .around_call import AroundCall
@@ -98,7 +98,13 @@ class GuardedScheduler:
             counts = all_gather_int64(torch.tensor([len(scheduler.timesteps)]), self.axis).flatten().tolist()
             if len(set(counts)) > 1:
                 raise ValueError(f"the ranks were asked for different numbers of steps: {counts}")
-            schedule = {name: getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
+            given = {name: getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
+            # In parts that are few numbers, which must be equal: of many, some rounding is allowed.
+            schedule = {
+                f"{name}[{FEW * index}:]" if index else name: part
+                for name, numbers in given.items()
+                for index, part in enumerate(torch.as_tensor(numbers).split(FEW) if numbers is not None else ())
+            }
             agree("schedules", schedule, self.axis)
         for listener in self.listeners:
             listener.begin_run()

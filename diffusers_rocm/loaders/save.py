@@ -132,6 +132,7 @@ def save_checkpoint(
     variant: str | None = None,
     max_shard_size: int | str = "10GB",
     push_to_hub: bool = False,
+    use_flashpack: bool = False,
 ) -> None:
     """`save_pretrained` of a parallel model. Every rank must call it; global rank 0 writes and the others wait.
 
@@ -139,10 +140,10 @@ def save_checkpoint(
         ValueError: options that a sharded model cannot be saved with.
         OSError: rank 0 could not write; raised on every rank. An earlier checkpoint in the folder is then untouched.
     """
-    if not safe_serialization or save_function is not None or push_to_hub:
+    if not safe_serialization or save_function is not None or push_to_hub or use_flashpack:
         raise ValueError(
-            "a parallel model is saved as safetensors in a local folder: save_function, safe_serialization=False and "
-            "push_to_hub are not supported; call disable_parallelism() first to use them"
+            "a parallel model is saved as safetensors in a local folder: save_function, safe_serialization=False, "
+            "push_to_hub and use_flashpack are not supported; call disable_parallelism() first to use them"
         )
     axes = model.parallelism.axes
     folder = _Folder(Path(save_directory), active=dist.get_rank() == 0)

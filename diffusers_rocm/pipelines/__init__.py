@@ -62,6 +62,8 @@ def guard_ranks(
     """Hang on a pipeline what keeps its ranks equal; each hook with the denoiser that it belongs to."""
     axes, hooks = denoisers[0].parallelism.axes, []
     listeners = [hook for each in denoisers for hook in each.parallelism.hooks if isinstance(hook, GuidanceParallel)]
+    for guidance in listeners:
+        guidance.check = rank_check != "off"
     if rank_check != "off" and axes.replica.size > 1:
         guards = [InputGuard(denoiser, axes.replica, always=rank_check == "always") for denoiser in denoisers]
         hooks += zip(denoisers, guards, strict=True)

@@ -5,6 +5,7 @@ Each replica makes as many as any other, so that none waits long: what is over i
 
 import contextlib
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,8 +23,6 @@ from ..distributed.collectives import all_gather_stacked, broadcast_from_first
 from ..distributed.sharding import Block
 
 
-# Lists that do not have an item for each prompt, however long they are.
-_NOT_BY_PROMPT = {"sigmas", "timesteps", "callback_on_step_end_tensor_inputs", "skip_guidance_layers"}
 _PER_PROMPT = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
@@ -42,8 +41,10 @@ def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping
             with different arguments.
     """
     given = {name: value for name, value in arguments.items() if not name.startswith("callback")}
-    plain = {name: value for name, value in leaves(given) if isinstance(value, (Tensor, str, int, float))}
-    agree("arguments", plain, dp)
+    named = ((name, _as_tensor(value)) for name, value in leaves(given))
+    plain = {name: value for name, value in named if isinstance(value, (Tensor, str, int, float))}
+    schedule = {f"scheduler.{key}": x for key, x in pipe.scheduler.config.items() if not key.startswith("_")}
+    agree("arguments", plain | schedule, dp)
     prompts = _count_prompts(arguments)
     per_prompt = next((arguments[name] for name in _PER_PROMPT if arguments.get(name)), 1)
     total = prompts * per_prompt
@@ -53,21 +54,32 @@ def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping
     mine = wanted[dp.rank]
 
     local, generator = dict(arguments), arguments.get("generator")
+    # From some of which pipelines draw, by one generator or another.
+    pictures = [name for name, value in given.items() if re.search("image|video", name) and _count(value)]
+    pictures = [name for name in pictures if not name.startswith(("ip_adapter", "negative_ip_adapter"))]
     for name, value in arguments.items():
         if name == "latents" and value is not None:
             local[name] = value[mine]
-        elif name == "generator" and isinstance(value, list):
-            if len(value) != total:
-                raise ValueError(f"{len(value)} generators for {total} pictures; give one, or one for each")
+        elif name == "generator" and isinstance(value, (list, tuple)):
+            if len(value) != total or len({id(each) for each in value}) != total:
+                raise ValueError(f"{len(value)} generators for {total} pictures; give one, or one of its own for each")
+            if pictures and len({each.get_state().numpy().tobytes() for each in value}) > 1:
+                raise ValueError(
+                    f"with {pictures[0]} and dp={dp.size}, give one generator for all pictures; got {total}"
+                )
             seen = set()
             local[name] = [_copy(value[i]) if i in seen or seen.add(i) else value[i] for i in mine]
         elif name in _PER_PROMPT:
             local[name] = count if prompts == 1 else 1
-        elif prompts > 1 and name not in _NOT_BY_PROMPT:
-            if isinstance(value, (list, tuple)) and len(value) == prompts:
-                local[name] = [value[i // per_prompt] for i in mine]
-            elif isinstance(value, (Tensor, np.ndarray)) and value.shape[:1] == (prompts,):
-                local[name] = value[[i // per_prompt for i in mine]]
+        elif prompts > 1 and _count(value) == prompts:
+            if "prompt" in name:
+                places = [i // per_prompt for i in mine]
+                local[name] = [value[i] for i in places] if isinstance(value, (list, tuple)) else value[places]
+            elif name in pictures:
+                raise ValueError(
+                    f"{prompts} of {name} and {prompts} prompts: with dp={dp.size} nothing says whether each prompt "
+                    "has one of its own; give one for all, or make a call for each"
+                )
     shared = generator if isinstance(generator, torch.Generator) else None
     with _draw_for_all(pipe, shared, total, mine):
         output = call(**local)
@@ -79,6 +91,20 @@ def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping
             output[name] = _gather(output[name], name, count, places, dp)
         return output
     return tuple(_gather(value, f"output {index}", count, places, dp) for index, value in enumerate(output))
+
+
+def _as_tensor(value: Any) -> Any:
+    """A picture's pixels; anything else as it is."""
+    return torch.from_numpy(np.array(value)) if isinstance(value, (Image.Image, np.ndarray)) else value
+
+
+def _count(value: Any) -> int:
+    """How many of something are given; none of a number, a name or None."""
+    if isinstance(value, Image.Image):
+        return 1
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.shape[0] if value.ndim else 0
+    return len(value) if isinstance(value, (list, tuple)) else 0
 
 
 def _count_prompts(arguments: Mapping[str, Any]) -> int:

@@ -22,8 +22,9 @@ class Scheduler:
     def __init__(self, as_tuple: bool = False):
         self.as_tuple = as_tuple
 
-    def set_timesteps(self, count: int, shift: float = 0.0) -> None:
-        self.timesteps, self.sigmas = torch.arange(count) + shift, None
+    def set_timesteps(self, count: int, shift: float = 0.0, sigma: float | None = None) -> None:
+        self.timesteps = torch.arange(count) + shift
+        self.sigmas = None if sigma is None else torch.linspace(sigma, 0, count)
 
     def step(self, sample: torch.Tensor):
         sample = sample + dist.get_rank()
@@ -55,6 +56,8 @@ def scheduler_errors_worker() -> dict:
     GuardedScheduler(scheduler, world_axis())
     messages = {"steps": message_of(ValueError, scheduler.set_timesteps, 3 + rank)}
     messages["timesteps"] = message_of(ValueError, scheduler.set_timesteps, 3, shift=0.5 * (rank == 2))
+    messages["many timesteps"] = message_of(ValueError, scheduler.set_timesteps, 100, shift=1e-3 * (rank == 2))
+    messages["sigmas"] = message_of(ValueError, scheduler.set_timesteps, 100, sigma=1 + 1e-3 * (rank == 1))
     scheduler.set_timesteps(3)
     scheduler.step(torch.ones(2))
     bad = torch.tensor([1.0, torch.nan if rank == 1 else 2.0])
@@ -131,6 +134,8 @@ class TestRankGuard(unittest.TestCase):
             assert messages["steps"] == "the ranks were asked for different numbers of steps: [3, 4, 5]"
             assert "different schedules: timesteps is [3]" in messages["timesteps"]
             assert "on ranks 0, 1 and " in messages["timesteps"] and "on rank 2" in messages["timesteps"]
+            assert "different schedules: timesteps is [64]" in messages["many timesteps"]
+            assert "different schedules: sigmas is [64]" in messages["sigmas"]
             assert messages["nan"] == "step 1: NaN or inf in the latents of rank 1"
             assert messages["inf"] == "step 2: NaN or inf in the latents of ranks 0, 1, 2"
             assert messages["off"] == "[1.0, 2.0]"

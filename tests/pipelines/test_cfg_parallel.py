@@ -1,17 +1,20 @@
 """Guidance whose branches are shared by ranks: unmodified pipelines, the whole loop, against one process."""
 
+import functools
 import unittest
 
 import pytest
 import torch
-from diffusers import WanPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, HiDreamImagePipeline, StableDiffusion3PAGPipeline, WanPipeline
 from parameterized import parameterized
 
 from diffusers_rocm import CFGParallelConfig, ParallelConfig, parallelize
 from diffusers_rocm.hooks.around_call import AroundCall
 
+from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_hidream_image import HiDreamImageTransformerTesterConfig
 from ..testing_utils import message_of, relative_l2, run_ranks
 from .testing_utils import PIPELINES, build, latents
 
@@ -87,6 +90,53 @@ def errors_worker() -> dict:
     skipping = {"skip_guidance_layers": [0], "skip_layer_guidance_start": -1.0, "skip_layer_guidance_stop": 1.0}
     messages["three calls"] = message_of(latents, pipe, PIPELINES["sd3"].call() | skipping)
     return messages | {f"{name} rows": count for name, count in rows.items()}
+
+
+def hidream() -> HiDreamImagePipeline:
+    pipe = HiDreamImagePipeline(
+        FlowMatchEulerDiscreteScheduler(), *[None] * 9, HiDreamImageTransformerTesterConfig().get_model()
+    )
+    pipe.default_sample_size = 10
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def perturbed() -> StableDiffusion3PAGPipeline:
+    """Its processors take the batch for branches."""
+    plain = build("sd3")
+    nothing = [None] * 6
+    pipe = StableDiffusion3PAGPipeline(
+        plain.transformer, plain.scheduler, None, *nothing, pag_applied_layers=["blocks.1"]
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def layers_worker() -> dict:
+    """Arguments whose batch is not the first dim, or that look as if they had an item for each of it."""
+    llama = {f"{name}prompt_embeds_llama3": randn(3, 1, 7, 16, seed=3 + len(name)) for name in ("", "negative_")}
+    t5 = {f"{name}prompt_embeds_t5": randn(1, 9, 24, seed=1 + len(name)) for name in ("", "negative_")}
+    pooled = {f"{name}pooled_prompt_embeds": randn(1, 12, seed=5 + len(name)) for name in ("", "negative_")}
+    cases = {"hidream": (hidream, llama | t5 | pooled | {"height": 80, "width": 80})}
+    skipping = {"skip_guidance_layers": [0, 1], "skip_layer_guidance_start": -1.0, "skip_layer_guidance_stop": 1.0}
+    cases["skipped layers"] = (functools.partial(build, "sd3"), PIPELINES["sd3"].call(2) | skipping)
+    errors = {}
+    for name, (make, arguments) in cases.items():
+        wanted, pipe = latents(make(), arguments), make()
+        parallelize(pipe, CFGParallelConfig(cfg=2))
+        errors[name] = relative_l2(latents(pipe, arguments), wanted)
+    return errors
+
+
+def dependent_rows_worker() -> dict[str, str | float]:
+    arguments = PIPELINES["sd3"].call(2) | {"pag_scale": 3.0}
+    wanted, checked, unchecked = latents(perturbed(), arguments), perturbed(), perturbed()
+    parallelize(checked, CFGParallelConfig(cfg=2))
+    parallelize(unchecked, CFGParallelConfig(cfg=2), rank_check="off")
+    return {
+        "message": message_of(latents, checked, arguments),
+        "unchecked": relative_l2(latents(unchecked, arguments), wanted),
+    }
 
 
 class Interruption(AroundCall):
@@ -201,6 +251,15 @@ class TestCFGParallel(unittest.TestCase):
             assert "before it had called it 2 times" in messages["quiet"] and messages["quiet rows"] == 1, messages
             assert messages["after"] == "True"
             assert "before it had called it 2 times" in messages["three calls"]
+
+    def test_rows_that_are_not_where_others_are(self):
+        for errors in run_ranks(2, layers_worker):
+            assert max(errors.values()) <= FLOAT32_BAR, errors
+
+    def test_rows_that_depend_on_each_other(self):
+        for results in run_ranks(2, dependent_rows_worker):
+            assert "answers a part of its rows otherwise than all of them" in results["message"], results
+            assert results["unchecked"] > 1e-2, results  # what the check is for
 
     def test_interrupted_between_the_branches(self):
         for error in run_ranks(2, interrupted_worker):

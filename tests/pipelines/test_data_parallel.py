@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
 from parameterized import parameterized
+from PIL import Image
 
 from diffusers_rocm import DataParallelConfig, ParallelConfig, parallelize
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
@@ -22,7 +23,7 @@ def generators(kind: str, pictures: int):
         return torch.Generator().manual_seed(7)
     if kind == "list":
         return [torch.Generator().manual_seed(index) for index in range(pictures)]
-    torch.manual_seed(3)
+    torch.manual_seed(3 + dist.get_rank())  # that of the first rank is taken
     return None
 
 
@@ -97,8 +98,16 @@ def pictures_worker(dp: int, output_type: str, prompts: int, per_prompt: int) ->
     ]
 
 
+class WithImage(FluxPipeline):
+    """Takes a picture, and does nothing with it."""
+
+    def __call__(self, image=None, generator=None, **kwargs):
+        return super().__call__(generator=generator, **kwargs)
+
+
 def errors_worker() -> dict[str, str]:
     pipe, arguments, messages = build("flux"), PIPELINES["flux"].call(3), {}
+    pipe.__class__ = WithImage
     parallelize(pipe, DataParallelConfig(dp=2))
 
     def refuse(name: str, **changes) -> None:
@@ -107,8 +116,16 @@ def errors_worker() -> dict[str, str]:
         messages[name] = str(caught.value)
 
     refuse("generators", generator=[torch.Generator().manual_seed(index) for index in range(2)])
+    picture, seeded = Image.new("RGB", (16, 16)), [torch.Generator().manual_seed(index) for index in range(3)]
+    refuse("twice", generator=[torch.Generator()] * 3)
+    refuse("pictures", image=[picture] * 3)
+    refuse("drawn with", image=picture, generator=seeded)
+    refuse("pixels", image=Image.new("RGB", (16, 16), (dist.get_rank(), 0, 0)))
     refuse("seeds", generator=torch.Generator().manual_seed(dist.get_rank()))
     refuse("forgotten", generator=torch.Generator().manual_seed(0) if dist.get_rank() else None)
+    pipe.scheduler.register_to_config(shift=1.0 + dist.get_rank())
+    refuse("schedulers")
+    pipe.scheduler.register_to_config(shift=1.0)
     pipe.transformer.disable_parallelism()
     messages["afterwards"] = str(latents(pipe, arguments).shape[0])
     return messages
@@ -147,6 +164,11 @@ class TestDataParallel(unittest.TestCase):
     def test_errors(self):
         for messages in run_ranks(2, errors_worker):
             assert "2 generators for 3 pictures" in messages["generators"]
+            assert "3 generators for 3 pictures; give one, or one of its own for each" in messages["twice"]
+            assert "3 of image and 3 prompts" in messages["pictures"]
+            assert "with image and dp=2, give one generator for all" in messages["drawn with"]
+            assert "different arguments: image is" in messages["pixels"], messages
+            assert "different arguments: scheduler.shift is" in messages["schedulers"], messages
             assert "different generators (seed 0 on rank 0, seed 1 on rank 1)" in messages["seeds"]
             assert "different generators (none on rank 0, seed 0 on rank 1)" in messages["forgotten"]
             assert messages["afterwards"] == "3"
