@@ -1,7 +1,7 @@
 """diffusers' caches and layerwise casting under every way of being parallel: whole loops, against one process.
 
 A cache that skips is a decision: it must be that of one process, call by call, on every rank. TextKVCache is not here:
-it is for NucleusMoEImageTransformer2DModel alone, which has no plan.
+it is for NucleusMoEImageTransformer2DModel alone.
 """
 
 import contextlib
