@@ -327,9 +327,9 @@ def _gather_kept(
 
 
 def may_be_cached(module: nn.Module) -> bool:
-    """A cache of diffusers that answers for the whole module by the number of the step, the same on all ranks."""
+    """A cache of diffusers: one that answers for a whole attention goes by the number of the step, as on all ranks."""
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
-    return any("cache" in name or "broadcast" in name for name in hooks)
+    return any(word in name for name in hooks for word in ("cache", "fbc", "broadcast"))
 
 
 def _says(split: SequenceSplit, name: str, value: bool) -> Callable:
