@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import diffusers
 import torch
+from packaging.version import Version
 from parameterized import parameterized
 
 import diffusers_rocm
@@ -120,6 +121,7 @@ class TestPlans(unittest.TestCase):
             assert "not among its base classes" in message_of(find, Stranger)
 
     @parameterized.expand(sorted(VARIANTS))
+    @unittest.skipIf(Version(diffusers.__version__) < Version("0.42"), "tiny models are made for the newest diffusers")
     @torch.no_grad()
     def test_parity_was_tried_with_every_argument(self, name):
         """Of the model, and of the modules at which its sequences are split."""
