@@ -35,7 +35,7 @@ from diffusers_rocm.models.plans.context_plan import Refused  # noqa: E402
 from tests.models.testing_utils.common import BaseModelTesterConfig  # noqa: E402
 from tests.models.testing_utils.parallelism import FLOAT32_BAR  # noqa: E402
 from tests.models.testing_utils.plans import STRATEGIES, parity_worker  # noqa: E402
-from tests.models.testing_utils.variants import variants  # noqa: E402
+from tests.models.testing_utils.variants import by_class, variants  # noqa: E402
 from tests.testing_utils import run_ranks  # noqa: E402
 
 
@@ -71,18 +71,10 @@ def describe(tensor: torch.Tensor) -> tuple[str, list[int]]:
     return str(tensor.dtype), list(tensor.shape)
 
 
-def classes(tested: dict[str, tuple[BaseModelTesterConfig, list[str]]]) -> dict[str, list[BaseModelTesterConfig]]:
-    """The configs of each class."""
-    found: dict[str, list[BaseModelTesterConfig]] = {}
-    for config, _ in tested.values():
-        found.setdefault(config.model_class.__name__, []).append(config)
-    return found
-
-
 def run() -> dict:
     rows: dict[str, dict] = {}
     tested = variants()
-    for cls, configs in classes(tested).items():
+    for cls, configs in by_class(tested).items():
         model = real_model(configs[0])
         rows[cls] = {"digest": digest(cls, configs), "parameters": model.num_parameters(), "errors": {}}
         if cls in TENSOR_PARALLEL_PLANS:
@@ -184,7 +176,7 @@ def exported() -> Iterator[str]:
 
 def complaints(run: dict) -> Iterator[str]:
     tested = variants()
-    configs = classes(tested)
+    configs = by_class(tested)
     planned = TENSOR_PARALLEL_PLANS.keys() | CONTEXT_PARALLEL_PLANS.keys()
     for name in sorted(planned & set(exported())):
         if name not in run["classes"]:

@@ -131,7 +131,7 @@ class GuidanceParallel(AroundCall):
 
     def _split(self, call: Callable, args: tuple, kwargs: dict, batch: int) -> Any:
         start, stop = Block(batch, 1).bounds(self._axis.rank, self._axis.size)
-        kind, expected = _kind(args, kwargs), None
+        kind, expected = _kind(args, kwargs) if self.check else "", None
         if self.check and kind not in self._split_before and not any(map(may_be_cached, self._module.modules())):
             expected = tree_leaves(call(*args, **kwargs))
         args = tuple(_rows(x, "", batch, start, stop) for x in args)

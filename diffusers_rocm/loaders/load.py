@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..distributed.axis import Axis
 from ..hooks.tensor_parallel import resolve, shard_modules
 from ..models.plans import get_tensor_parallel_plan
-from .stored_tensor import StoredTensor, some, stored_tensors
+from .stored_tensor import StoredTensor, checkpoint_entries, some, stored_tensors
 
 
 # Over which the model that is being loaded is sharded.
@@ -106,7 +106,7 @@ def _load_sharded(
         raise ValueError(f"a {name} that is sharded over ranks is on one device each: device_map={{'': device}}")
     device = torch.device((device_map or {"": "cpu"})[""])
     shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
-    wanted = dict(_destinations(model))
+    wanted = {key: (module, attribute) for key, module, attribute in checkpoint_entries(model)}
     missing = [key for key in wanted if key not in checkpoint]
     if missing:
         raise ValueError(f"the checkpoint of this {name} lacks {some(missing)}")
@@ -123,14 +123,13 @@ def _load_sharded(
         source = checkpoint[key]
         if source.shape != shape:
             raise ValueError(f"{key} is {[*source.shape]} in the checkpoint, and {[*shape]} in this {name}")
-        dim, runs = 0, [(0, shape[0] if shape else 0)]
-        if shard is not None and shard.dim is not None:
-            dim, runs = shard.dim, shard.runs(tp.rank, tp.size)
         tensor = torch.empty(was.shape, dtype=kept, device=device)
-        if isinstance(source, StoredTensor):
-            source.read(tensor, dim, runs)
+        if not isinstance(source, StoredTensor):  # a conversion had to read it
+            tensor.copy_(source if shard is None else shard.take(source, tp.rank, tp.size))
+        elif shard is None or shard.dim is None:
+            source.read(tensor, 0, [(0, shape[0] if shape else 0)])
         else:
-            tensor.copy_(torch.cat([source.narrow(dim, *run) for run in runs], dim) if shape else source)
+            source.read(tensor, shard.dim, shard.runs(tp.rank, tp.size))
         if isinstance(was, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=was.requires_grad)
         setattr(module, attribute, tensor)
@@ -138,14 +137,3 @@ def _load_sharded(
     for pattern in type(model)._keys_to_ignore_on_load_unexpected or ():
         unexpected = [key for key in unexpected if re.search(pattern, key) is None]
     return unexpected
-
-
-def _destinations(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Name in a checkpoint -> the module and its attribute."""
-    for path, module in model.named_modules():
-        sharding = getattr(module, "sharding", None)
-        names = dict.fromkeys(name for name, value in module._parameters.items() if value is not None)
-        names |= dict.fromkeys(sharding.shards if sharding is not None else ())
-        names |= dict.fromkeys(name for name in module._buffers if name not in module._non_persistent_buffers_set)
-        for name in names:
-            yield f"{path}.{name}" if path else name, (module, name)

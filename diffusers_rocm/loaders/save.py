@@ -7,7 +7,7 @@ the index is written first and each tensor when it has been gathered: the writer
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from ..hooks.tensor_parallel import gather_parameter
-from .stored_tensor import DTYPES
+from .stored_tensor import DTYPES, checkpoint_entries
 
 
 class _Entry:
@@ -38,15 +38,6 @@ class _Entry:
         if self.sharded:
             return gather_parameter(self.module, self.attribute, assemble)
         return getattr(self.module, self.attribute).detach() if assemble else None
-
-
-def _entries(model: nn.Module) -> Iterator[_Entry]:
-    for path, module in model.named_modules():
-        names = [name for name in module._parameters if module._parameters[name] is not None]
-        names += [name for name in getattr(getattr(module, "sharding", None), "shards", ()) if name not in names]
-        names += [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        for name in names:
-            yield _Entry(f"{path}.{name}" if path else name, module, name)
 
 
 def _header(entries: list[_Entry]) -> bytes:
@@ -159,7 +150,7 @@ def save_checkpoint(
 
 
 def _save(model: nn.Module, folder: _Folder, variant: str | None, max_shard_size: int | str) -> None:
-    entries = {entry.name: entry for entry in _entries(model)}
+    entries = {each[0]: _Entry(*each) for each in checkpoint_entries(model)}
     stem = _add_variant(SAFETENSORS_WEIGHTS_NAME, variant).removesuffix(".safetensors")
     split = split_state_dict_into_shards_factory(
         entries,

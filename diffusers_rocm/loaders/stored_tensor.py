@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 
@@ -173,6 +173,16 @@ def stored_tensors(file: str | os.PathLike) -> dict[str, Tensor]:
     except KeyError as error:
         raise ValueError(f"{file} holds tensors of a type that torch lacks: {error}") from None
     return tensors
+
+
+def checkpoint_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """What a checkpoint of the model holds: its name, the module and the attribute; of a sharded one, all ranks'."""
+    for path, module in model.named_modules():
+        names = [name for name in module._parameters if module._parameters[name] is not None]
+        names += [name for name in getattr(getattr(module, "sharding", None), "shards", ()) if name not in names]
+        names += [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for name in names:
+            yield f"{path}.{name}" if path else name, module, name
 
 
 def some(names: Sequence[str]) -> str:

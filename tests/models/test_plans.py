@@ -21,18 +21,15 @@ from diffusers_rocm.models.plans.context_plan import Refused
 from diffusers_rocm.models.plans.plan import match
 
 from ..testing_utils import message_of, run_ranks
-from .testing_utils.common import BaseModelTesterConfig
 from .testing_utils.plans import refusal_worker
-from .testing_utils.variants import variants
+from .testing_utils.variants import by_class, variants
 from .transformers.test_models_transformer_easyanimate import EasyAnimateTransformerTesterConfig
 
 
-VARIANTS: dict[str, list[BaseModelTesterConfig]] = {}
-SPLIT: dict[str, BaseModelTesterConfig] = {}  # one whose sequences can be split
-for _config, _strategies in variants().values():
-    VARIANTS.setdefault(_config.model_class.__name__, []).append(_config)
-    if "Ulysses 2" in _strategies:
-        SPLIT.setdefault(_config.model_class.__name__, _config)
+_TESTED = variants()
+VARIANTS = by_class(_TESTED)
+# Those whose sequences can be split.
+SPLIT = by_class({name: each for name, each in _TESTED.items() if "Ulysses 2" in each[1]})
 
 # Arguments that no tiny model is given, and why. Numbers and flags are not asked for.
 _LATENT_CONSISTENCY = "of latent consistency models, for whose embedding no checkpoint has weights"
@@ -166,7 +163,7 @@ class TestPlans(unittest.TestCase):
 
     @parameterized.expand([key for key in sorted(REFUSED) if key[0] in SPLIT])
     def test_what_a_plan_refuses(self, name, key):
-        argument, value, config = key.removesuffix("?"), REFUSED[name, key], SPLIT[name]
+        argument, value, config = key.removesuffix("?"), REFUSED[name, key], SPLIT[name][0]
         if argument not in inspect.signature(config.model_class.forward).parameters:
             self.skipTest(f"this diffusers has no {argument}")
         for message in run_ranks(2, refusal_worker, config, {"ulysses": 2}, 1, {argument: value}):

@@ -24,3 +24,11 @@ def variants() -> dict[str, tuple[BaseModelTesterConfig, list[str]]]:
                     strategies = [strategy for strategy in STRATEGIES if strategy not in each.cannot]
                     found[name.removeprefix("Test")] = each().config, strategies
     return found
+
+
+def by_class(tested: dict[str, tuple[BaseModelTesterConfig, list[str]]]) -> dict[str, list[BaseModelTesterConfig]]:
+    """Name of a model class -> its configs."""
+    found: dict[str, list[BaseModelTesterConfig]] = {}
+    for config, _ in tested.values():
+        found.setdefault(config.model_class.__name__, []).append(config)
+    return found
