@@ -2,13 +2,17 @@
 
     torchrun --nproc_per_node=2 utils/bench_guard.py --tp 2 --compile
 
-Milliseconds a step over whole calls of the pipeline, from embeddings to latents; random bf16 weights.
+Milliseconds a step over whole calls of the pipeline, from embeddings to latents, and what of them the comparing took
+by itself: all ranks wait for each other before it, and for their devices after it, so that it is neither hidden nor
+charged with another rank's delay. Random bf16 weights.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,8 +21,34 @@ from bench_transformer import build, versions
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
 import diffusers_rocm
-from diffusers_rocm.hooks.rank_guard import RANK_CHECKS
+from diffusers_rocm.hooks import rank_guard
+from diffusers_rocm.hooks.rank_guard import RANK_CHECKS, GuardedScheduler
 from diffusers_rocm.pipelines import guard_ranks
+
+
+class Stopwatch:
+    """Sums the milliseconds that functions take, each begun by all ranks together with nothing left to do."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.milliseconds = device, 0.0
+
+    def sync(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def wrap(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def timed(*args, **kwargs):
+            self.sync()
+            dist.barrier()
+            self.sync()
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.sync()
+            self.milliseconds += (time.perf_counter() - started) * 1000
+            return result
+
+        return timed
 
 
 def main() -> None:
@@ -62,21 +92,37 @@ def main() -> None:
     if args.compile:
         pipe.transformer.compile_repeated_blocks(fullgraph=True)
     times: dict[str, list[float]] = {check: [] for check in RANK_CHECKS}
+    guards: dict[str, list[float]] = {check: [] for check in RANK_CHECKS}
+    parts = [(rank_guard, "agree"), (rank_guard, "all_gather_int64"), (GuardedScheduler, "end_step")]
     for turn in range(args.repeats + 1):
         for check in RANK_CHECKS:
             hooks = guard_ranks(pipe, [pipe.transformer], check)
             taken = call()
+            watch = Stopwatch(device)
+            plain = [getattr(*part) for part in parts]
+            for part, function in zip(parts, plain, strict=True):
+                setattr(*part, watch.wrap(function))
+            call()
+            for part, function in zip(parts, plain, strict=True):
+                setattr(*part, function)
             if turn:  # the first one warms up
                 times[check].append(taken)
+                guards[check].append(watch.milliseconds / args.steps)
             for _, hook in reversed(hooks):
                 hook.remove()
-    medians = {check: statistics.median(taken) for check, taken in times.items()}
     if dist.get_rank() == 0:
-        for check, median in medians.items():
-            extra = 100 * (median / medians["off"] - 1)
-            print(f"rank_check={check!r:9} {median:8.3f} ms a step, {extra:+.2f} % (from {min(times[check]):.3f})")
+        rows = [
+            {"rank_check": check, "ms": statistics.median(times[check]), "guard_ms": statistics.median(guards[check])}
+            for check in RANK_CHECKS
+        ]
+        for row in rows:
+            row["share"] = row["guard_ms"] / row["ms"]
+            print(
+                f"rank_check={row['rank_check']!r:9} {row['ms']:8.3f} ms a step (from {min(times[row['rank_check']]):.3f}), "
+                f"of them comparing {row['guard_ms']:.3f} ms ({row['share']:.2%})"
+            )
         if args.out:
-            content = {"arguments": {k: str(v) for k, v in vars(args).items()}, "versions": versions(), "ms": times}
+            content = {"arguments": {k: str(v) for k, v in vars(args).items()}, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(content, indent=2) + "\n")
     dist.destroy_process_group()
 
