@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
-from diffusers.utils import is_peft_available
 from packaging.version import Version
 
 
@@ -66,10 +65,10 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     yield PeftAdapterMixin, "fuse_lora", lora.wrap_fuse_lora
     yield PeftAdapterMixin, "unload_lora", lora.wrap_unload_lora
     yield FluxLoraLoaderMixin, "_calculate_module_shape", lora.wrap_calculate_module_shape
-    if is_peft_available():
-        import peft
-
-        yield peft, "inject_adapter_in_model", lora.wrap_inject_adapter
+    yield diffusers.loaders.peft, "_create_lora_config", lora.wrap_create_config
+    # 0.42: LoKr too is loaded.
+    if hasattr(diffusers.loaders.peft, "_create_lokr_config"):
+        yield diffusers.loaders.peft, "_create_lokr_config", lora.wrap_create_config
     # All versions: every attention backend serves our split sequences, whether it knows diffusers' or not.
     registry = attention_dispatch._AttentionBackendRegistry
     for backend in registry._backends:

@@ -8,6 +8,7 @@ they adapt. So are they where the adapter was there before the model was paralle
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def _shard_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def _shown_whole(model: nn.Module) -> Iterator[None]:
-    """Sharded modules have the classes and the sizes that they had, by which PEFT makes its layers; not the weights."""
+    """Sharded modules have the classes and sizes that they had, by which PEFT makes its layers; not the weights."""
     now = []
     for module in sharded_modules(model):
         for name, value in module.sharding.attributes.items():
@@ -129,15 +130,23 @@ def _take_those_of_the_first_rank(model: nn.Module, world: Axis) -> None:
             parameter.copy_(broadcast_from_first(parameter, world))
 
 
-def _refuse(model: nn.Module, config: Any) -> None:
+_sharded: ContextVar[nn.Module | None] = ContextVar(
+    "the sharded model to which an adapter is being added", default=None
+)
+
+
+def _refuse(config: Any) -> None:
     """Of what is made of slices only plain LoRA is right.
 
     Raises:
         ValueError: names the kind of adapter.
     """
-    kind = getattr(config.peft_type, "value", config.peft_type)
+    model, kind = _sharded.get(), getattr(config, "peft_type", None)
+    if model is None or kind is None:  # which is not a config
+        return
+    kind = kind.value
     if kind == "LORA":
-        if getattr(config, "use_dora", False):
+        if config.use_dora:
             kind = "DoRA"  # scales by the norms of whole rows
         elif config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
             kind = f"LoRA with init_lora_weights={config.init_lora_weights!r}"
@@ -151,18 +160,16 @@ def _refuse(model: nn.Module, config: Any) -> None:
     )
 
 
-def wrap_inject_adapter(original: Callable) -> Callable:
-    """Of PEFT: whatever adds an adapter to a model comes through here, with its config."""
+def wrap_create_config(original: Callable) -> Callable:
+    """`load_lora_adapter` calls it once it has read an adapter, and before it changes a model."""
 
     @functools.wraps(original)
-    def inject_adapter_in_model(peft_config, model, *args, **kwargs):
-        if next(sharded_modules(model), None) is None:
-            return original(peft_config, model, *args, **kwargs)
-        _refuse(model, peft_config)
-        with _shown_whole(model):
-            return original(peft_config, model, *args, **kwargs)
+    def create_config(*args, **kwargs):
+        config = original(*args, **kwargs)
+        _refuse(config)
+        return config
 
-    return inject_adapter_in_model
+    return create_config
 
 
 def wrap_add_adapter(original: Callable) -> Callable:
@@ -175,8 +182,10 @@ def wrap_add_adapter(original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         before = set(getattr(self, "peft_config", ()))
         _unshard_adapters(self)
+        token = _sharded.set(self if next(sharded_modules(self), None) is not None else None)
         try:
-            with fail_together("add an adapter", world), _hooks_stay_at_their_paths(self):
+            with fail_together("add an adapter", world), _hooks_stay_at_their_paths(self), _shown_whole(self):
+                _refuse(args[0] if args else kwargs.get("adapter_config"))
                 result = original(self, *args, **kwargs)
             _take_those_of_the_first_rank(self, world)
             _shard_adapters(self)
@@ -187,6 +196,8 @@ def wrap_add_adapter(original: Callable) -> Callable:
                 self.unload_lora()
             _shard_adapters(self)
             raise
+        finally:
+            _sharded.reset(token)
         return result
 
     return add
