@@ -88,10 +88,11 @@ OPERATIONS: dict[str, Callable[[nn.Module, BaseModelTesterConfig], None]] = {
     "swap larger": lambda model, config: load(model, config, "one", 4000, 6, hotswap=True),
     "swap smaller": lambda model, config: load(model, config, "one", 5000, 2, hotswap=True),
     "unload": lambda model, config: model.unload_lora(),
+    "unload fused": lambda model, config: model.unload_lora(),
     "fuse qkv": lambda model, config: model.fuse_qkv_projections(),
 }
 # Of which the output is that of before.
-WITHOUT_EFFECT = ("fuse two", "unfuse", "prepare", "fuse qkv")
+WITHOUT_EFFECT = ("fuse two", "unfuse", "unload fused", "prepare", "fuse qkv")
 
 ALL = ("load one", "load two", "set", "fuse", "unfuse", "disable", "enable", "delete two", "swap", "unload")
 
@@ -167,7 +168,7 @@ VARIANTS = (
     "WanTransformer",
     "ZImageTransformer",
 )
-BIASED = ("load one", "load biased", "fuse", "unfuse", "disable", "enable", "fuse", "unload")
+BIASED = ("load one", "load biased", "fuse", "unfuse", "disable", "enable", "fuse", "unload fused")
 
 
 @torch.no_grad()
@@ -384,7 +385,7 @@ class TestLora(unittest.TestCase):
     @parameterized.expand([("TP 2", 0), ("TP 3", 1), ("TP 3", 2)])
     @slow
     def test_fused_projections(self, mesh, enabled_at):
-        check(FLUX, MESHES[mesh], ("fuse qkv", "load fused", "fuse", "unload"), enabled_at)
+        check(FLUX, MESHES[mesh], ("fuse qkv", "load fused", "fuse", "unload fused"), enabled_at)
 
     @parameterized.expand([(mesh, at) for mesh in ("TP 2", "Ulysses 2") for at in (0, 3)])
     @slow
@@ -397,17 +398,11 @@ class TestLora(unittest.TestCase):
     def test_swapped_adapters_that_grow(self, enabled_at):
         check(FLUX, MESHES["TP 2"], ("load one", "swap larger", "swap smaller", "load two"), enabled_at)
 
-    @parameterized.expand([(name, mesh, at) for name in VARIANTS for mesh in ("TP 2", "TP 3") for at in (0, 2)])
+    @parameterized.expand(
+        [(name, mesh, at) for name in VARIANTS for mesh, at in (("TP 2", 0), ("TP 3", 2), ("Ulysses 2", 0))]
+    )
     @slow
     def test_of_a_model(self, name, mesh, enabled_at):
-        self.check_variant(name, mesh, enabled_at)
-
-    @parameterized.expand([(name, at) for name in VARIANTS for at in (0, 2)])
-    @slow
-    def test_of_a_split_model(self, name, enabled_at):
-        self.check_variant(name, "Ulysses 2", enabled_at)
-
-    def check_variant(self, name: str, mesh: str, enabled_at: int) -> None:
         config, strategies = variants().get(name, (None, ()))
         if mesh not in strategies:
             self.skipTest(f"{name} has no {mesh}, or is not there")
