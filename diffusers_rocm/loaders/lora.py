@@ -55,7 +55,6 @@ def _unshard_adapters(model: nn.Module) -> None:
         for name, part in layer.named_children():
             if name != "base_layer":
                 unshard_modules(part)
-    settle_lora_biases(model)
 
 
 def _shard_adapters(model: nn.Module) -> None:
