@@ -242,6 +242,11 @@ def refusals_worker() -> dict[str, str]:
         assert [name for name, _ in model.named_parameters()] == names, caught.value
         return str(caught.value)
 
+    config, _ = variants()["SanaTransformer"]
+    model, depthwise = config.get_model(), LoraConfig(r=200, target_modules=["conv_depth"])
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+    messages["depthwise"] = message_of(model.add_adapter, depthwise, "bad")
+    assert not hasattr(model, "peft_config") and not any("lora" in name for name, _ in model.named_modules())
     for when in ("first", "second"):
         model = FLUX.get_model()
         model.enable_parallelism(config=ParallelConfig(tp=2))
@@ -434,6 +439,7 @@ class TestLora(unittest.TestCase):
             "other adapters": "different models",
             "size mismatch": "size mismatch",
             "absent": "",
+            "depthwise": "transformer_blocks.0.ff.conv_depth (conv_depthwise) cannot be sharded with its adapter",
             "DoRA before": "transformer_blocks.0.attn.to_q (column) cannot be sharded with its adapter, a DoraLinear",
             "LoKr before": "a peft.tuners.lokr.layer.",
         }
