@@ -34,12 +34,12 @@ class StepModulation:
                 order.append(torch.arange(offsets[rank], offsets[rank] + size, dtype=torch.int32))
                 offsets[rank] += size
         # A buffer, so that it moves with the model.
-        self._source = source
+        self.source = source
         source.register_buffer(
             "modulation_order", torch.cat(order).to(self._linears[0].weight.device), persistent=False
         )
         self._in_forward = False
-        self._hooks = [
+        self.handles = [
             source.register_forward_hook(self._compute),
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -47,16 +47,22 @@ class StepModulation:
 
     def remove(self) -> None:
         """From here on each Linear computes and gathers its own."""
-        for hook in self._hooks:
+        for hook in self.handles:
             hook.remove()
-        del self._source.modulation_order
+        del self.source.modulation_order
+
+    def follow(self, source: nn.Module) -> None:
+        """The hooks were moved to another module, which stands where the source was."""
+        source.register_buffer("modulation_order", self.source.modulation_order, persistent=False)
+        del self.source.modulation_order
+        self.source = source
 
     def _begin(self, *_) -> None:
         self._end()  # an interrupted forward may have left its answers
         self._in_forward = True
         if not torch.compiler.is_compiling():
             # Last among the hooks of the source: another may change what the blocks will see.
-            self._source._forward_hooks.move_to_end(self._hooks[0].id)
+            self.source._forward_hooks.move_to_end(self.handles[0].id)
 
     def _end(self, *_) -> None:
         """An answer is good for the step that it was computed in."""

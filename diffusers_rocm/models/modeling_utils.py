@@ -21,6 +21,7 @@ from ..hooks.modulation import StepModulation
 from ..hooks.sequence_split import SequenceSplit, SplitProcessor
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
+    base_layer,
     resolve,
     shard_modules,
     sharded_modules,
@@ -29,6 +30,7 @@ from ..hooks.tensor_parallel import (
 from ..hooks.tensor_parallel_layers import ModulationLinear
 from ..hooks.weight_agreement import first_difference
 from ..loaders.load import sharded_loading
+from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
@@ -110,6 +112,7 @@ def enable(
     _ever_parallel.add(model)
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
+        settle_lora_biases(model)
         embedding = tp_plan.embedding_path(model.config)
         if embedding is not None and any(isinstance(module, ModulationLinear) for module in model.modules()):
             hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
@@ -208,6 +211,7 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         while self.parallelism.hooks:
             self.parallelism.hooks.pop().remove()
         unshard_modules(self)
+        settle_lora_biases(self)
         del self.parallelism
 
     return disable_parallelism
@@ -258,7 +262,7 @@ def wrap_fuse_projections(original: Callable) -> Callable:
         result = original(self, *args, **kwargs)
         for fused, parts in fusions.items():
             plain = hasattr(self, fused) and not hasattr(getattr(self, fused), "sharding")
-            if plain and hasattr(getattr(self, parts[0]), "sharding"):
+            if plain and hasattr(base_layer(getattr(self, parts[0])), "sharding"):
                 adopt_fused_projection(self, fused, parts)
         return result
 
@@ -276,19 +280,6 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
         return result
 
     return _load_ip_adapter_weights
-
-
-def refuse_when_sharded(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def refusing(self, *args, **kwargs):
-        if next(sharded_modules(self), None) is not None:
-            raise ValueError(
-                f"an adapter cannot be added to a {type(self).__name__} that is sharded: its layers would be built on "
-                "slices; load it, call fuse_lora() and unload_lora_weights(), then enable parallelism"
-            )
-        return original(self, *args, **kwargs)
-
-    return refusing
 
 
 def wrap_set_attention_backend(original: Callable) -> Callable:
