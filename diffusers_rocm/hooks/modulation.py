@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..distributed.collectives import all_gather_stacked
+from .group_offload import is_offloaded
 from .tensor_parallel_layers import ModulationLinear
 
 
@@ -23,6 +24,8 @@ class StepModulation:
     def __init__(self, model: nn.Module, source: nn.Module, activated: bool = False):
         self._activated = activated
         self._linears = [module for module in model.modules() if isinstance(module, ModulationLinear)]
+        path = next(path for path, module in model.named_modules() if module is self._linears[0]).split(".")
+        self._around = [model.get_submodule(".".join(path[:count])) for count in range(len(path) + 1)]
         self._axis = axis = self._linears[0].sharding.axis
         sizes = [linear.sharding.shards["weight"].sizes(axis.size) for linear in self._linears]
         self._features = [sum(by_rank) for by_rank in sizes]
@@ -75,6 +78,7 @@ class StepModulation:
         # computes its own.
         like = embedding.device, embedding.dtype
         unready = any((linear.weight.device, linear.weight.dtype) != like for linear in self._linears)
+        unready |= not torch.compiler.is_compiling() and any(is_offloaded(module) for module in self._around)
         for_each_token = embedding.shape[:-1].numel() > len(embedding)  # all Linears' outputs together would be large
         if torch.is_grad_enabled() or unready or for_each_token or not self._in_forward:
             return

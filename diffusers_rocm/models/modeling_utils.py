@@ -17,6 +17,7 @@ from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import attention_modules, split_sequences
+from ..hooks.group_offload import check_weights_are_here, regroup
 from ..hooks.modulation import StepModulation
 from ..hooks.sequence_split import SequenceSplit, SplitProcessor
 from ..hooks.tensor_parallel import (
@@ -88,6 +89,7 @@ def enable(
         ValueError: the model or the config cannot be had so; the message says what would work.
     """
     _check_free_and_loaded(model, config)
+    check_weights_are_here(model, "enable parallelism first, then group offloading")
     axes = config.axes()
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
@@ -116,6 +118,7 @@ def enable(
         embedding = tp_plan.embedding_path(model.config)
         if embedding is not None and any(isinstance(module, ModulationLinear) for module in model.modules()):
             hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
+        regroup(model)
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 
@@ -208,10 +211,15 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         """
         if getattr(self, "parallelism", None) is None:
             raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
+        is_sharded = next(sharded_modules(self), None) is not None
+        if is_sharded:
+            check_weights_are_here(self, "they cannot be made whole; load the model again")
         while self.parallelism.hooks:
             self.parallelism.hooks.pop().remove()
-        unshard_modules(self)
-        settle_lora_biases(self)
+        if is_sharded:
+            unshard_modules(self)
+            settle_lora_biases(self)
+            regroup(self)
         del self.parallelism
 
     return disable_parallelism
@@ -223,6 +231,7 @@ def wrap_save_pretrained(original: Callable) -> Callable:
         parallelism = getattr(self, "parallelism", None)
         if parallelism is None or parallelism.axes.world.size == 1:
             return original(self, save_directory, *args, **kwargs)
+        check_weights_are_here(self, "save the model before group offloading")
         return save_checkpoint(self, save_directory, *args, **kwargs)
 
     return save_pretrained
