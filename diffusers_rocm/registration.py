@@ -35,14 +35,20 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
     from diffusers import ModelMixin
     from diffusers.hooks import faster_cache, first_block_cache, mag_cache, pyramid_attention_broadcast
-    from diffusers.loaders import FromOriginalModelMixin, PeftAdapterMixin, single_file_model, single_file_utils
+    from diffusers.loaders import (
+        FluxLoraLoaderMixin,
+        FromOriginalModelMixin,
+        PeftAdapterMixin,
+        single_file_model,
+        single_file_utils,
+    )
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
     from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.transformers.transformer_wan import WanAttention
 
     from .hooks import caches
-    from .loaders import load
+    from .loaders import load, lora
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
 
@@ -61,8 +67,17 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     for attention in (AttentionModuleMixin, WanAttention):
         yield attention, "fuse_projections", ours.wrap_fuse_projections
     yield FluxTransformer2DLoadersMixin, "_load_ip_adapter_weights", ours.wrap_load_ip_adapter_weights
-    yield PeftAdapterMixin, "add_adapter", ours.refuse_when_sharded
-    yield PeftAdapterMixin, "load_lora_adapter", ours.refuse_when_sharded
+    # All versions: what is loaded, saved and merged of an adapter is that of the whole model.
+    yield PeftAdapterMixin, "add_adapter", lora.wrap_add_adapter
+    yield PeftAdapterMixin, "load_lora_adapter", lora.wrap_add_adapter
+    yield PeftAdapterMixin, "save_lora_adapter", lora.wrap_save_lora_adapter
+    yield PeftAdapterMixin, "fuse_lora", lora.wrap_fuse_lora
+    yield PeftAdapterMixin, "unload_lora", lora.wrap_unload_lora
+    yield FluxLoraLoaderMixin, "_calculate_module_shape", lora.wrap_calculate_module_shape
+    yield diffusers.loaders.peft, "_create_lora_config", lora.wrap_create_config
+    # 0.42: LoKr too is loaded.
+    if hasattr(diffusers.loaders.peft, "_create_lokr_config"):
+        yield diffusers.loaders.peft, "_create_lokr_config", lora.wrap_create_config
     # All versions: every attention backend serves our split sequences, whether it knows diffusers' or not.
     registry = attention_dispatch._AttentionBackendRegistry
     for backend in registry._backends:

@@ -18,6 +18,7 @@ from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.rank_guard import RANK_CHECKS
 from ..pipelines.generation import GenerationRequest, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
+from ..pipelines.vae import VAE_MODES
 
 
 # What the embedded model was trained for; FluxPipeline's own defaults are those of FLUX.1.
@@ -56,6 +57,14 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank-check", default="first", choices=RANK_CHECKS, help="in which steps to compare the ranks' inputs"
     )
+    parser.add_argument(
+        "--vae",
+        default="first-rank",
+        choices=VAE_MODES,
+        help="which of the ranks that share a picture decode it: each all of it, the first, or each some of its tiles",
+    )
+    parser.add_argument("--vae-tiling", action="store_true", help="the VAE takes a picture in tiles")
+    parser.add_argument("--vae-slicing", action="store_true", help="the VAE takes the pictures of a batch one by one")
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
     parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
     parser.add_argument("--timeout", type=float, default=10.0, help="minutes for which a rank waits for the others")
@@ -138,7 +147,9 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         if value is not None and value < 1 and not (name in AXES and value == -1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     degrees = resolve_degrees({name: getattr(args, name) for name in AXES}, ranks(args))
-    ModelFolder(args.model).check_degrees(degrees)
+    folder = ModelFolder(args.model)
+    folder.check_degrees(degrees)
+    folder.check_vae(args.vae)
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
     if args.guidance is not None and not math.isfinite(args.guidance):
@@ -172,6 +183,9 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         num_frames=args.num_frames,
         fps=args.fps,
         rank_check=args.rank_check,
+        vae=args.vae,
+        vae_tiling=args.vae_tiling,
+        vae_slicing=args.vae_slicing,
         guidance=args.guidance,
         seed=args.seed,
         dtype=args.dtype,

@@ -30,6 +30,7 @@ from ..models.plans.context_plan import (
 )
 from ..models.plans.plan import match
 from .sequence_split import SequenceSplit, SplitProcessor
+from .tensor_parallel import base_layer
 
 
 class _SplitCheckpoint:
@@ -207,8 +208,8 @@ def _map_outputs(function: Callable[[int, Any], Any]) -> Callable:
 
 
 def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """Of the class's forward: what offloading and caches put in its place does not always tell them."""
-    _, *parameters = inspect.signature(type(module).forward).parameters.items()
+    """Of the class's forward: what offloading, caches and adapters put in its place does not always tell them."""
+    _, *parameters = inspect.signature(type(base_layer(module)).forward).parameters.items()
     return dict(parameters)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..distributed.collectives import all_gather_stacked
+from .group_offload import is_offloaded
 from .tensor_parallel_layers import ModulationLinear
 
 
@@ -23,6 +24,8 @@ class StepModulation:
     def __init__(self, model: nn.Module, source: nn.Module, activated: bool = False):
         self._activated = activated
         self._linears = [module for module in model.modules() if isinstance(module, ModulationLinear)]
+        path = next(path for path, module in model.named_modules() if module is self._linears[0]).split(".")
+        self._around = [model.get_submodule(".".join(path[:count])) for count in range(len(path) + 1)]
         self._axis = axis = self._linears[0].sharding.axis
         sizes = [linear.sharding.shards["weight"].sizes(axis.size) for linear in self._linears]
         self._features = [sum(by_rank) for by_rank in sizes]
@@ -34,12 +37,12 @@ class StepModulation:
                 order.append(torch.arange(offsets[rank], offsets[rank] + size, dtype=torch.int32))
                 offsets[rank] += size
         # A buffer, so that it moves with the model.
-        self._source = source
+        self.source = source
         source.register_buffer(
             "modulation_order", torch.cat(order).to(self._linears[0].weight.device), persistent=False
         )
         self._in_forward = False
-        self._hooks = [
+        self.handles = [
             source.register_forward_hook(self._compute),
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -47,16 +50,22 @@ class StepModulation:
 
     def remove(self) -> None:
         """From here on each Linear computes and gathers its own."""
-        for hook in self._hooks:
+        for hook in self.handles:
             hook.remove()
-        del self._source.modulation_order
+        del self.source.modulation_order
+
+    def follow(self, source: nn.Module) -> None:
+        """The hooks were moved to another module, which stands where the source was."""
+        source.register_buffer("modulation_order", self.source.modulation_order, persistent=False)
+        del self.source.modulation_order
+        self.source = source
 
     def _begin(self, *_) -> None:
         self._end()  # an interrupted forward may have left its answers
         self._in_forward = True
         if not torch.compiler.is_compiling():
             # Last among the hooks of the source: another may change what the blocks will see.
-            self._source._forward_hooks.move_to_end(self._hooks[0].id)
+            self.source._forward_hooks.move_to_end(self.handles[0].id)
 
     def _end(self, *_) -> None:
         """An answer is good for the step that it was computed in."""
@@ -69,6 +78,7 @@ class StepModulation:
         # computes its own.
         like = embedding.device, embedding.dtype
         unready = any((linear.weight.device, linear.weight.dtype) != like for linear in self._linears)
+        unready |= not torch.compiler.is_compiling() and any(is_offloaded(module) for module in self._around)
         for_each_token = embedding.shape[:-1].numel() > len(embedding)  # all Linears' outputs together would be large
         if torch.is_grad_enabled() or unready or for_each_token or not self._in_forward:
             return

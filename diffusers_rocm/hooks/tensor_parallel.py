@@ -69,6 +69,18 @@ STYLES: dict[str, Style] = {
     "replicate": Style(),
 }
 
+# The styles of the A and the B of a LoRA (Hu et al., 2021) by that of what they adapt; None leaves one whole. The
+# product B A is then cut as the weight is: merged or not, an adapter is this rank's part of it.
+LORA_STYLES: dict[str, tuple[str | None, str | None]] = {
+    "column": (None, "column"),
+    "row": ("row", None),  # an all-reduce of as many features as the adapter's rank
+    "gather": (None, "gather"),
+    "modulation": (None, "gather"),
+    "conv_column": (None, "conv_column"),
+    "conv_row": ("conv_row", None),
+    "conv_gather": (None, "conv_gather"),
+}
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -89,7 +101,8 @@ class Placement:
 def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Placement]:
     """Match the plan with the model. Reads shapes only, so a model on meta will do; changes nothing.
 
-    Modules that are sharded already are passed over.
+    Modules that are sharded already are passed over. Of a module with LoRA adapters, what it adapts and each A and B
+    is placed by itself.
 
     Raises:
         ValueError: a rule that matches nothing, a module that its style cannot take, a degree that is too high, a
@@ -106,19 +119,19 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             )
     placements = []
     for rule, rule_style, found in match(model, plan.rules):
-        name, _, argument = rule_style.partition(":")
-        style = STYLES[name]
+        rule_name, _, argument = rule_style.partition(":")
         if not found and not rule.endswith("?") and not runs_through_nothing(model, rule):
             raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {rule!r}")
-        for path, module in found:
+        for path, module, name in [part for each in found for part in _with_adapters(*each, rule_name)]:
+            style = STYLES[name]
             if hasattr(module, "sharding") or style.accepts and type(module) is nn.Identity:  # a norm left out
                 continue
             if style.accepts and type(module) not in style.accepts:
                 accepted = " or ".join(cls.__name__ for cls in style.accepts)
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"
                 raise ValueError(
-                    f"{path} is a {kind} and cannot be sharded, only a {accepted} can: fuse "
-                    "and unload adapters (fuse_lora, unload_lora_weights) and load the model unquantised"
+                    f"{path} is a {kind} and cannot be sharded, only a {accepted} can: load the model unquantised and "
+                    "without adapters, then enable parallelism"
                 )
             blocks: tuple[Block, ...] = ()
             if style.weight_dim is not None:
@@ -144,6 +157,31 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             placements.append(Placement(path, module, name, shards, local))
     _refuse_unplanned_processors(model, plan)
     return placements
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """What an adapter of PEFT was put around, or the module itself."""
+    return getattr(module, "base_layer", module)
+
+
+def _with_adapters(path: str, module: nn.Module, style: str) -> list[tuple[str, nn.Module, str]]:
+    """`(path, module, style)` of a module that a rule names, or of the parts that a LoRA has made of it."""
+    if base_layer(module) is module or style == "replicate":
+        return [(path, module, style)]
+    from peft.tuners import lora
+
+    kinds = {name: type(variant).__name__ for name, variant in getattr(module, "lora_variant", {}).items()}
+    if type(module) not in (lora.Linear, lora.Conv2d) or kinds or style not in LORA_STYLES:
+        kind = ", ".join(kinds.values()) or f"{type(module).__module__}.{type(module).__qualname__}"
+        raise ValueError(
+            f"{path} ({style}) cannot be sharded with its adapter, a {kind}; plain LoRA of a Linear or a Conv2d can: "
+            "call fuse_lora() and unload_lora_weights() before parallelism is enabled"
+        )
+    parts = [(f"{path}.base_layer", module.base_layer, style)]
+    for side, of_side in zip(("lora_A", "lora_B"), LORA_STYLES[style], strict=True):
+        if of_side is not None:
+            parts += [(f"{path}.{side}.{name}", each, of_side) for name, each in getattr(module, side).items()]
+    return parts
 
 
 def _refuse_unplanned_processors(model: nn.Module, plan: TensorParallelPlan) -> None:
@@ -237,7 +275,8 @@ def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> tor
 
 def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, ...]) -> None:
     """`fuse_projections` on a sharded attention made a plain Linear of local slices: say what it holds."""
-    module, shardings = getattr(attention, fused), [getattr(attention, part).sharding for part in parts]
+    module = getattr(attention, fused)
+    shardings = [base_layer(getattr(attention, part)).sharding for part in parts]
     axis = shardings[0].axis
     shards, shapes = {}, {}
     for name in shardings[0].shards:

@@ -1,5 +1,7 @@
 """Do all ranks start from the same weights? Two small exchanges tell, whatever the size of the model."""
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -9,8 +11,8 @@ from ..distributed.collectives import all_gather_int64
 from .tensor_parallel import sharded_modules
 
 
-def first_difference(model: nn.Module, axis: Axis) -> str | None:
-    """The name of the first parameter or buffer that is not bit-equal on all ranks; None where all are.
+def first_difference(model: nn.Module, axis: Axis, names: Collection[str] | None = None) -> str | None:
+    """The name of the first parameter or buffer, of those named, that is not bit-equal on all ranks; None if all are.
 
     Modules that are sharded already, as those of another model, hold slices, and are passed over.
 
@@ -20,8 +22,10 @@ def first_difference(model: nn.Module, axis: Axis) -> str | None:
     """
     cut = {id(getattr(module, name)) for module in sharded_modules(model) for name in module.sharding.shards}
     named = dict(model.named_parameters()) | dict(model.named_buffers())
-    tensors = {name: x for name, x in named.items() if id(x) not in cut}
+    tensors = {name: x for name, x in named.items() if id(x) not in cut and (names is None or name in names)}
     agree("models", {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}, axis)
+    if not tensors:
+        return None
     rows = all_gather_int64(torch.stack([fingerprint(x).cpu() for x in tensors.values()]), axis)
     differing = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
     return list(tensors)[differing[0]] if differing else None

@@ -17,10 +17,12 @@ from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import attention_modules, split_sequences
+from ..hooks.group_offload import check_weights_are_here, regroup
 from ..hooks.modulation import StepModulation
 from ..hooks.sequence_split import SequenceSplit, SplitProcessor
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
+    base_layer,
     resolve,
     shard_modules,
     sharded_modules,
@@ -29,6 +31,7 @@ from ..hooks.tensor_parallel import (
 from ..hooks.tensor_parallel_layers import ModulationLinear
 from ..hooks.weight_agreement import first_difference
 from ..loaders.load import sharded_loading
+from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
@@ -86,6 +89,7 @@ def enable(
         ValueError: the model or the config cannot be had so; the message says what would work.
     """
     _check_free_and_loaded(model, config)
+    check_weights_are_here(model, "enable parallelism first, then group offloading")
     axes = config.axes()
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
@@ -110,9 +114,11 @@ def enable(
     _ever_parallel.add(model)
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
+        settle_lora_biases(model)
         embedding = tp_plan.embedding_path(model.config)
         if embedding is not None and any(isinstance(module, ModulationLinear) for module in model.modules()):
             hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
+        regroup(model)
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 
@@ -205,9 +211,15 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         """
         if getattr(self, "parallelism", None) is None:
             raise ValueError(f"this {type(self).__name__} is not parallel; there is nothing to disable")
+        is_sharded = next(sharded_modules(self), None) is not None
+        if is_sharded:
+            check_weights_are_here(self, "they cannot be made whole; load the model again")
         while self.parallelism.hooks:
             self.parallelism.hooks.pop().remove()
-        unshard_modules(self)
+        if is_sharded:
+            unshard_modules(self)
+            settle_lora_biases(self)
+            regroup(self)
         del self.parallelism
 
     return disable_parallelism
@@ -219,6 +231,7 @@ def wrap_save_pretrained(original: Callable) -> Callable:
         parallelism = getattr(self, "parallelism", None)
         if parallelism is None or parallelism.axes.world.size == 1:
             return original(self, save_directory, *args, **kwargs)
+        check_weights_are_here(self, "save the model before group offloading")
         return save_checkpoint(self, save_directory, *args, **kwargs)
 
     return save_pretrained
@@ -258,7 +271,7 @@ def wrap_fuse_projections(original: Callable) -> Callable:
         result = original(self, *args, **kwargs)
         for fused, parts in fusions.items():
             plain = hasattr(self, fused) and not hasattr(getattr(self, fused), "sharding")
-            if plain and hasattr(getattr(self, parts[0]), "sharding"):
+            if plain and hasattr(base_layer(getattr(self, parts[0])), "sharding"):
                 adopt_fused_projection(self, fused, parts)
         return result
 
@@ -276,19 +289,6 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
         return result
 
     return _load_ip_adapter_weights
-
-
-def refuse_when_sharded(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def refusing(self, *args, **kwargs):
-        if next(sharded_modules(self), None) is not None:
-            raise ValueError(
-                f"an adapter cannot be added to a {type(self).__name__} that is sharded: its layers would be built on "
-                "slices; load it, call fuse_lora() and unload_lora_weights(), then enable parallelism"
-            )
-        return original(self, *args, **kwargs)
-
-    return refusing
 
 
 def wrap_set_attention_backend(original: Callable) -> Callable:

@@ -10,9 +10,10 @@ from ..hooks.rank_guard import RANK_CHECKS, GuardedScheduler, InputGuard
 from ..models._modeling_parallel import OurConfig
 from ..models.modeling_utils import Removable
 from .parallel_call import ParallelCall
+from .vae import check_vae, share_vae
 
 
-def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "first") -> Axes:
+def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "first", vae: str = "replicate") -> Axes:
     """Make the denoisers of a pipeline that is in memory parallel, in place, and keep its ranks equal.
 
     Every rank makes the same calls, with the same arguments, and gets all pictures. Without a generator the ranks draw
@@ -23,16 +24,19 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     Args:
         config: any of this package.
         rank_check: when to compare the inputs of the ranks: in the `"first"` step of a call, `"always"`, or `"off"`.
+        vae: how the ranks that share a picture decode it: `"replicate"`, each all of it; `"first-rank"`, the first one
+            for all; `"tile"`, each some of the tiles, of which the picture is made by the VAE's own tiled decoding.
 
     Returns:
         The axes of the mesh.
 
     Raises:
-        ValueError: a pipeline whose denoiser is a UNet, or has no plan; ranks with different models, configs or
-            `rank_check`. Nothing is parallel then.
+        ValueError: a pipeline whose denoiser is a UNet, or has no plan, or whose VAE cannot be had so; ranks with
+            different models, configs or other arguments. Nothing is parallel then.
     """
     if rank_check not in RANK_CHECKS:
         raise ValueError(f"rank_check must be one of {', '.join(map(repr, RANK_CHECKS))}; got {rank_check!r}")
+    check_vae(pipe, vae)
     components = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
     denoisers = [component for component in components if component is not None]
     if not denoisers:
@@ -44,11 +48,13 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
             denoiser.enable_parallelism(config=config)
             enabled.append(denoiser)
         axes = denoisers[0].parallelism.axes
-        agree("arguments of parallelize()", {"rank_check": rank_check}, axes.world)
+        agree("arguments of parallelize()", {"rank_check": rank_check, "vae": vae}, axes.world)
     except ValueError:
         for denoiser in enabled:
             denoiser.disable_parallelism()
         raise
+    if vae != "replicate":
+        denoisers[0].parallelism.hooks.append(share_vae(pipe.vae, vae, axes.replica))
     if axes.world.size == 1:
         return axes
     for denoiser, hook in guard_ranks(pipe, denoisers, rank_check):

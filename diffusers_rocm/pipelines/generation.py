@@ -20,6 +20,7 @@ import transformers
 from diffusers import AutoPipelineForImage2Image, DiffusionPipeline
 from diffusers.utils import BaseOutput, export_to_video
 from PIL import Image
+from torch import nn
 
 from .. import __version__
 from ..distributed import init
@@ -58,6 +59,9 @@ class GenerationRequest:
     lora: str | None = None
     compile: bool = False
     rank_check: str = "first"
+    vae: str = "first-rank"
+    vae_tiling: bool = False
+    vae_slicing: bool = False
     timeout: float = 10.0  # minutes
     out: str = "outputs"
     contact_sheet: str | None = None
@@ -84,14 +88,27 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
             pipe = AutoPipelineForImage2Image.from_pipe(pipe)
         except ValueError:
             raise ValueError(f"{type(pipe).__name__} takes no image") from None
+    for name in ("tiling", "slicing"):
+        if getattr(request, f"vae_{name}"):
+            _enable(getattr(pipe, "vae", None), name)
     config = ParallelConfig(**{name: getattr(request, name) for name in AXES})
-    axes = parallelize(pipe, config, rank_check=request.rank_check)
+    # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.
+    vae = "replicate" if request.vae == "first-rank" else request.vae
+    axes = parallelize(pipe, config, rank_check=request.rank_check, vae=vae)
     pipe.to(device)
     if request.compile:
         for denoiser in (pipe.transformer, getattr(pipe, "transformer_2", None)):
             if denoiser is not None:
                 denoiser.compile_repeated_blocks(fullgraph=True)
     return pipe, axes
+
+
+def _enable(vae: nn.Module | None, name: str) -> None:
+    """Turn the VAE's tiling or slicing on. Raises ValueError where it has none."""
+    if not hasattr(vae, f"use_{name}"):
+        kind = "there is no VAE" if vae is None else f"{type(vae).__name__} has no {name}"
+        raise ValueError(f"--vae-{name}: {kind}")
+    getattr(vae, f"enable_{name}")()
 
 
 def call_arguments(pipe: DiffusionPipeline, request: GenerationRequest) -> dict:
@@ -189,11 +206,12 @@ def generate(request: GenerationRequest) -> list[Path]:
         generators = [torch.Generator().manual_seed(seed) for _ in prompts]
         done = len(timer.steps)
         timer.start()
+        decodes = request.vae != "first-rank" or axes.replica.rank == 0
         result = pipe(
             prompt=prompts if len(prompts) > 1 else prompts[0],
             generator=generators if len(prompts) > 1 else generators[0],
             callback_on_step_end=timer,
-            output_type="pil" if axes.replica.rank == 0 else "latent",
+            output_type="pil" if decodes else "latent",
             **arguments,
         )
         peaks = peak_memory(axes.world, device)

@@ -10,6 +10,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ..models.plans import get_context_parallel_plan, get_tensor_parallel_plan
+from .vae import check_tiles
 
 
 EMBEDDED_MODEL = Path(__file__).parent.parent / "assets" / "tiny-flux-shapes"
@@ -27,13 +28,12 @@ class ModelFolder:
         index = self._json("model_index.json")
         if not isinstance(index, dict):
             raise ValueError(f"{model}: its model_index.json is not that of a pipeline")
-        entries = {name: index.get(name) for name in ("transformer", "unet")}
-        named = (name for name, entry in entries.items() if isinstance(entry, list) and len(entry) == 2 and entry[1])
-        name = next(named, None)
-        if name is None:
+        entries = {name: index.get(name) for name in ("transformer", "unet", "vae")}
+        classes = {name: x[1] for name, x in entries.items() if isinstance(x, list) and len(x) == 2 and x[1]}
+        self.vae_class: str | None = classes.pop("vae", None)
+        if not classes:
             raise ValueError(f"{model}: its model_index.json names no transformer")
-        self.denoiser_class: str = index[name][1]
-        self._denoiser = name
+        self._denoiser, self.denoiser_class = next(iter(classes.items()))
 
     def _json(self, name: str) -> dict:
         try:
@@ -49,6 +49,13 @@ class ModelFolder:
 
     def denoiser_config(self) -> dict:
         return self._json(f"{self._denoiser}/config.json")
+
+    def check_vae(self, mode: str) -> None:
+        """Raises ValueError where `--vae tile` is asked of a VAE whose tiles cannot be shared, or of none."""
+        if mode == "tile" and self.vae_class is None:
+            raise ValueError(f"--vae tile: {self.model} has no VAE")
+        if mode == "tile":
+            check_tiles(self.vae_class)
 
     def check_degrees(self, degrees: Mapping[str, int]) -> None:
         """Raises ValueError where the denoiser has no plan for what is asked, or too few heads."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from diffusers import DiffusionPipeline
 
+from ..distributed.agreement import agree
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..distributed.mesh import Axes
@@ -22,6 +23,7 @@ class ParallelCall:
 
     def __init__(self, pipe: DiffusionPipeline, axes: Axes, check: bool = True):
         self._pipe, self._axes, self._check = pipe, axes, check
+        self._shares_vae = hasattr(getattr(pipe, "vae", None), "parallel_decode")
         pipe.parallel_call = self
         pipe.__class__ = _parallel_class(type(pipe))
 
@@ -41,6 +43,9 @@ class ParallelCall:
                     f"{type(self._pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would "
                     "have all groups do the same work; turn guidance on, or use dp, ulysses or tp in its place"
                 )
+        if self._shares_vae:
+            # A rank that wants latents would not decode, and the others would wait for it.
+            agree("arguments", {"output_type": arguments.get("output_type")}, self._axes.replica)
         if self._axes.dp.size > 1:
             return spread(call, self._pipe, arguments, self._axes.dp)
         return call(**arguments)

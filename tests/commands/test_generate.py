@@ -133,6 +133,26 @@ class TestGenerate(unittest.TestCase):
         (compiled,) = pixels(self.folder / "compiled")
         assert np.abs(compiled.astype(int) - pictures["lora"]).max() <= 1
 
+    def draw(self, name: str, *arguments: str) -> np.ndarray:
+        common = ("--prompt", RED_CIRCLE, "--seed", "0", "--steps", "1", "--height", "160", "--width", "136")
+        result = run(*common, *arguments, "--out", self.folder / name)
+        assert result.returncode == 0, result.stderr
+        (picture,) = pixels(self.folder / name)
+        return picture.astype(int)
+
+    def test_the_ranks_share_the_tiles_of_the_vae(self):
+        tiled, shared = self.draw("tiled", "--vae-tiling", "--vae-slicing"), self.draw("tile", "--vae=tile", "--tp=2")
+        assert np.abs(shared - tiled).max() <= 1
+        (record,) = (self.folder / "tile").glob("*.json")
+        assert json.loads(record.read_text())["config"]["vae"] == "tile"
+
+    @slow
+    def test_the_ranks_share_the_vae_or_do_not(self):
+        whole = self.draw("whole")
+        assert np.abs(self.draw("tiled", "--vae-tiling") - whole).max() > 3, "tiling changes nothing"
+        for mode in ("first-rank", "replicate"):
+            assert np.abs(self.draw(mode, "--vae", mode, "--tp=2") - whole).max() <= 1, mode
+
     def test_a_rank_with_bad_weights(self):
         model = self.folder / "model"
         shutil.copytree(EMBEDDED_MODEL, model)
@@ -205,6 +225,10 @@ class TestBadInput(unittest.TestCase):
         (self.folder / "null" / "model_index.json").write_text('{"transformer": null}')
         (self.folder / "short").mkdir()
         (self.folder / "short" / "model_index.json").write_text('{"transformer": []}')
+        (self.folder / "tiny").mkdir()
+        index = {"transformer": ["diffusers", "FluxTransformer2DModel"], "vae": ["diffusers", "AutoencoderTiny"]}
+        (self.folder / "tiny" / "model_index.json").write_text(json.dumps(index))
+        shutil.copytree(EMBEDDED_MODEL / "transformer", self.folder / "tiny" / "transformer")
         (self.folder / "sheet.png").mkdir()
         (self.folder / "broken").mkdir()
         (self.folder / "broken" / "model_index.json").write_text("{")
@@ -242,6 +266,11 @@ class TestBadInput(unittest.TestCase):
                 "no plan",
                 ["--prompt", "x", "--model", "{folder}/prior", "--tp", "2"],
                 "PriorTransformer has no tensor-parallel plan: a small model",
+            ),
+            (
+                "no tiles",
+                ["--prompt", "x", "--model", "{folder}/tiny", "--vae", "tile"],
+                "vae='tile' does not know the tiles of AutoencoderTiny, only of AutoencoderDC, .*; use 'first-rank'",
             ),
             ("broken index", ["--prompt", "x", "--model", "{folder}/broken"], "model_index.json is not JSON"),
             ("more ranks than heads", ["--prompt", "x", "--tp", "9"], "--tp 9 exceeds the 8 attention heads"),

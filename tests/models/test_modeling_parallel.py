@@ -74,8 +74,6 @@ def errors_worker() -> dict[str, str]:
     messages["twice"] = message_of(model.enable_parallelism, config=TensorParallelConfig(tp=2))
     theirs = diffusers.ContextParallelConfig(ulysses_degree=2)
     messages["theirs"] = message_of(model.enable_parallelism, config=theirs)
-    messages["adapter"] = message_of(model.add_adapter, None)
-    messages["lora"] = message_of(model.load_lora_adapter, {})
     model.disable_parallelism()
     messages["disabled"] = message_of(model.disable_parallelism)
     return messages
@@ -132,8 +130,6 @@ class TestEnableParallelism(unittest.TestCase):
             ("verify", ("sharded already",)),
             ("twice", ("parallel already", "tp=2", "disable_parallelism")),
             ("theirs", ("parallel already", "disable_parallelism")),
-            ("adapter", ("fuse_lora",)),
-            ("lora", ("fuse_lora",)),
             ("disabled", ("not parallel",)),
         ]
     )

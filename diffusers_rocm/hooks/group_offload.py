@@ -1,0 +1,25 @@
+"""diffusers' group offloading of a model that is sharded, or made whole again: its groups hold on to parameters."""
+
+from diffusers.hooks.group_offloading import (
+    _get_top_level_group_offload_hook,
+    _maybe_remove_and_reapply_group_offloading,
+)
+from torch import nn
+
+
+def check_weights_are_here(model: nn.Module, instead: str) -> None:
+    """Raises ValueError where the weights are in files, and what the model holds has no values."""
+    hook = _get_top_level_group_offload_hook(model)
+    if hook is not None and hook.config.offload_to_disk_path is not None:
+        raise ValueError(f"the weights of this {type(model).__name__} are offloaded to disk: {instead}")
+
+
+def regroup(model: nn.Module) -> None:
+    """Group anew the parameters of a model that is offloaded and has others now."""
+    _maybe_remove_and_reapply_group_offloading(model)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Are this module's own weights, and those in it, brought for its forward alone?"""
+    registry = vars(module).get("_diffusers_hook")
+    return registry is not None and registry.get_hook("group_offloading") is not None

@@ -1,0 +1,102 @@
+"""diffusers' group offloading of parallel models, in either order of the calls.
+
+Without a second device, offloading to disk shows what is brought back when: what is away has no values.
+"""
+
+import itertools
+import tempfile
+import unittest
+
+import torch
+from parameterized import parameterized
+
+from diffusers_rocm import ParallelConfig
+
+from ..models.testing_utils.common import BaseModelTesterConfig
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_hunyuan_video import HunyuanVideoTransformerTesterConfig
+from ..models.transformers.test_models_transformer_sd3 import SD3TransformerTesterConfig
+from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
+from ..testing_utils import message_of, relative_l2, run_ranks
+
+
+CONFIGS = {
+    "flux": FluxTransformerTesterConfig,
+    "wan": WanTransformerTesterConfig,
+    "sd3": SD3TransformerTesterConfig,
+    "hunyuan_video": HunyuanVideoTransformerTesterConfig,
+}
+LEVELS = ("block_level", "leaf_level")
+
+
+def offload(model: torch.nn.Module, level: str, folder: str | None) -> None:
+    cpu = torch.device("cpu")
+    blocks = {"num_blocks_per_group": 1} if level == "block_level" else {}
+    model.enable_group_offload(cpu, cpu, offload_type=level, offload_to_disk_path=folder, **blocks)
+
+
+def strangers(model: torch.nn.Module) -> int:
+    """Parameters that some group of the model holds and the model does not."""
+    own, held = {id(x) for x in itertools.chain(model.parameters(), model.buffers())}, []
+    for module in model.modules():
+        hook = (
+            vars(module)["_diffusers_hook"].get_hook("group_offloading") if "_diffusers_hook" in vars(module) else None
+        )
+        if hook is not None:
+            held += [*hook.group.parameters, *hook.group.buffers]
+            held += [x for each in hook.group.modules for x in each.parameters()]
+    assert held
+    return sum(id(x) not in own for x in held)
+
+
+@torch.no_grad()
+def offloaded_after_worker(config: BaseModelTesterConfig, degrees: dict[str, int], level: str) -> dict:
+    inputs, model = config.get_inputs(2), config.get_model()
+    wanted = config.get_output(model, inputs)
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    with tempfile.TemporaryDirectory() as folder:
+        offload(model, level, folder)
+        errors = [relative_l2(config.get_output(model, inputs), wanted) for _ in range(2)]
+        messages = (
+            {}
+            if "tp" not in degrees
+            else {
+                "whole": message_of(model.disable_parallelism),
+                "saved": message_of(model.save_pretrained, folder),
+            }
+        )
+    return {"errors": errors, "strangers": strangers(model), "messages": messages}
+
+
+@torch.no_grad()
+def offloaded_before_worker(config: BaseModelTesterConfig, degrees: dict[str, int], level: str) -> dict:
+    inputs, model = config.get_inputs(2), config.get_model()
+    wanted = config.get_output(model, inputs)
+    offload(model, level, None)
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    error, left = relative_l2(config.get_output(model, inputs), wanted), strangers(model)
+    model.disable_parallelism()
+    on_disk = config.get_model()
+    with tempfile.TemporaryDirectory() as folder:
+        offload(on_disk, level, folder)
+        message = message_of(on_disk.enable_parallelism, config=ParallelConfig(**degrees))
+    return {
+        "errors": [error, relative_l2(config.get_output(model, inputs), wanted)],
+        "strangers": left + strangers(model),
+        "message": message,
+    }
+
+
+class TestGroupOffload(unittest.TestCase):
+    @parameterized.expand(itertools.product(CONFIGS, LEVELS, ({"tp": 2}, {"ulysses": 2})))
+    def test_after_enabling(self, name, level, degrees):
+        for result in run_ranks(2, offloaded_after_worker, CONFIGS[name](), degrees, level):
+            assert max(result["errors"]) <= FLOAT32_BAR and result["strangers"] == 0, result
+            assert all("are offloaded to disk" in message for message in result["messages"].values()), result
+
+    @parameterized.expand(itertools.product(("flux", "wan"), LEVELS, ({"tp": 2}, {"ulysses": 2})))
+    def test_before_enabling(self, name, level, degrees):
+        for result in run_ranks(2, offloaded_before_worker, CONFIGS[name](), degrees, level):
+            assert max(result["errors"]) <= FLOAT32_BAR and result["strangers"] == 0, result
+            assert "enable parallelism first, then group offloading" in result["message"], result
