@@ -3,6 +3,7 @@
     python utils/new_plan.py SD3Transformer2DModel [--tp 2]
 
 It looks at names and shapes of the default config, on the meta device; what the forward does is for you to check.
+Exits with 1 where the draft does not add up.
 """
 
 import argparse
@@ -89,11 +90,11 @@ def _has(module: nn.Module, path: str) -> bool:
         return False
 
 
-def draft(model: nn.Module, count: str) -> dict[str, str]:
-    """Path -> style for every Linear of the model, as far as names and shapes tell."""
+def draft(model: nn.Module, count: str) -> tuple[dict[str, str], Counter[str]]:
+    """Path -> style for every Linear of the model, as far as names and shapes tell; weights of what stays whole."""
     rules: dict[str, str] = {}
     covered: tuple[str, ...] = ()
-    total, whole = sum(parameter.numel() for parameter in model.parameters()), Counter()
+    whole: Counter[str] = Counter()
     for path, module in model.named_modules():
         if path.startswith(covered):
             continue
@@ -105,10 +106,10 @@ def draft(model: nn.Module, count: str) -> dict[str, str]:
             covered += tuple(f"{path}.{name.removesuffix('?')}" for name in found if name)
         elif isinstance(module, nn.Linear):
             modulates = re.search("norm|mod|ada", path) and module.out_features >= 2 * module.in_features
-            whole[pattern(model, path)] += module.weight.numel()
-            share = f"{whole[pattern(model, path)] / total:.2%} of the weights"
-            rules[pattern(model, path)] = "gather" if modulates else f"replicate:TODO ({share})"
-    return rules
+            rules[pattern(model, path)] = "gather" if modulates else "replicate:TODO"
+            if not modulates:
+                whole[pattern(model, path)] += module.weight.numel()
+    return rules, whole
 
 
 def main() -> int:
@@ -131,30 +132,33 @@ def main() -> int:
     )
     if count is None:
         parser.error(f"the config of {args.cls} names no number of heads: {', '.join(model.config)}")
-    if "attention_head_dim" in model.config:
-        dim, written = "attention_head_dim", '"attention_head_dim"'
-    else:
+    size = 'config["attention_head_dim"]'
+    if "attention_head_dim" not in model.config:
         width = next((m.to_q.out_features for m in model.modules() if features(m, "to_q")), model.config[count])
-        key = next((key for key, value in model.config.items() if value == width), None)
-        dim = lambda config: width // config[count]  # noqa: E731
-        written = f'lambda config: config["{key or "TODO"}"] // config["{count}"]'
-    rules = draft(model, count)
-    heads, described = {"heads": (count, dim)}, f'{{"heads": ("{count}", {written})}}'
+        key = next((f'config["{key}"]' for key, value in model.config.items() if value == width), width)
+        size = f'{key} // config["{count}"]'
+    rules, whole = draft(model, count)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    heads = f'{{"heads": ("{count}", lambda config: {size})}}'
     fewer = next((key for key in named if shared.search(key)), None)
     if "column:kv" in rules.values() and fewer is not None:
-        size = dim if callable(dim) else lambda config: config[dim]
-        group = model.config[count] // model.config[fewer]
-        heads = {"heads": (fewer, lambda config: group * size(config)), "kv": (fewer, size)}
-        described = f'{{"heads": ("{fewer}", TODO: {group} heads), "kv": ("{fewer}", {written})}}'
-    print(f'TENSOR_PARALLEL_PLANS = {{\n    "{args.cls}": TensorParallelPlan(\n        {{')
+        group = f'config["{count}"] // config["{fewer}"]'
+        each = f'"heads": ("{fewer}", lambda config: {group} * ({size})), "kv": ("{fewer}", lambda config: {size})'
+        heads = f"{{{each}}}"
+    lines = ["TENSOR_PARALLEL_PLANS = {", f'    "{args.cls}": TensorParallelPlan(', "        {"]
     for path, style in rules.items():
-        print(f'            "{path}": "{style}",')
-    print(f"        }},\n        heads={described},\n    )\n}}\n")
-    TENSOR_PARALLEL_PLANS[args.cls] = TensorParallelPlan(rules, heads=heads)
+        share = f"  # {whole[path] / total:.2%} of the weights" if path in whole else ""
+        lines.append(f'            "{path}": "{style}",{share}')
+    text = "\n".join([*lines, "        },", f"        heads={heads},", "    )", "}"])
+    print(text + "\n")
+    written = {"TensorParallelPlan": TensorParallelPlan}
+    exec(text, written)
+    TENSOR_PARALLEL_PLANS.update(written["TENSOR_PARALLEL_PLANS"])
     try:
         print(verify_plan(model, args.tp))
     except ValueError as error:
-        print(error)
+        print(f"this draft does not add up: {error}")
+        return 1
     return 0
 
 

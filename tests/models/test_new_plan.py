@@ -1,0 +1,74 @@
+"""What `utils/new_plan.py` drafts, for classes whose plan is known."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+
+from diffusers_rocm import verify_plan
+from diffusers_rocm.models.plans import TENSOR_PARALLEL_PLANS
+from diffusers_rocm.models.plans.plan import TensorParallelPlan
+
+
+SCRIPT = Path(__file__).parent.parent.parent / "utils" / "new_plan.py"
+
+
+def draft(cls: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Exit code, what was printed, and what was complained of."""
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), cls])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(TENSOR_PARALLEL_PLANS)
+    try:
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        TENSOR_PARALLEL_PLANS.clear()
+        TENSOR_PARALLEL_PLANS.update(before)
+    return end.value.code, *capsys.readouterr()
+
+
+class TestNewPlan:
+    # Separate projections; fewer key heads; a norm over all heads; a size of heads that the config does not name.
+    @pytest.mark.parametrize(
+        "cls",
+        [
+            "SD3Transformer2DModel",
+            "Lumina2Transformer2DModel",
+            "WanTransformer3DModel",
+            "CogVideoXTransformer3DModel",
+        ],
+    )
+    def test_draft_splits_what_the_plan_splits(self, cls, capsys, monkeypatch):
+        code, printed, _ = draft(cls, capsys, monkeypatch)
+        assert code == 0
+        text, _, report = printed.partition("\n\n")
+        written = {"TensorParallelPlan": TensorParallelPlan}
+        exec(text, written)
+        with torch.device("meta"):
+            model = getattr(diffusers, cls)()
+        ours = verify_plan(model, 3)
+        monkeypatch.setitem(TENSOR_PARALLEL_PLANS, cls, written["TENSOR_PARALLEL_PLANS"][cls])
+        assert verify_plan(model, 3).rank_bytes == ours.rank_bytes
+        assert str(verify_plan(model, 2)) == report.strip()
+        assert "replicate:TODO" in text and "of the weights" in text
+
+    def test_linears_that_the_draft_leaves_whole_are_named_with_their_share(self, capsys, monkeypatch):
+        code, printed, _ = draft("FluxTransformer2DModel", capsys, monkeypatch)
+        assert code == 0
+        assert '"single_transformer_blocks.*.proj_out": "replicate:TODO",  # 15.' in printed
+
+    @pytest.mark.parametrize(
+        ("cls", "code", "message"),
+        [
+            ("UNet2DConditionModel", 1, "this draft does not add up: "),
+            ("NoSuchTransformer", 2, "exports no NoSuchTransformer"),
+            ("AutoencoderKL", 2, "names no number of heads"),
+            ("Kandinsky5Transformer3DModel", 2, "names no number of heads"),
+        ],
+    )
+    def test_what_cannot_be_drafted_is_an_error(self, cls, code, message, capsys, monkeypatch):
+        ended, printed, complained = draft(cls, capsys, monkeypatch)
+        assert ended == code and message in printed + complained
