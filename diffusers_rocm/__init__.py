@@ -17,6 +17,7 @@ from .models._modeling_parallel import (  # noqa: E402
 )
 from .models.plans.verify import verify_plan  # noqa: E402
 from .pipelines import parallelize  # noqa: E402
+from .pipelines.load import load_pipeline  # noqa: E402
 from .registration import register, unregister  # noqa: E402
 
 
@@ -29,6 +30,7 @@ __all__ = [
     "ParallelConfig",
     "TensorParallelConfig",
     "init",
+    "load_pipeline",
     "parallelize",
     "register",
     "unregister",

@@ -77,7 +77,6 @@ def wrap_load_model_dict_into_meta(original: Callable) -> Callable:
     return load_model_dict_into_meta
 
 
-@torch.no_grad()
 def _load_sharded(
     model: nn.Module,
     checkpoint: Mapping[str, Tensor],
@@ -107,6 +106,34 @@ def _load_sharded(
     device = torch.device((device_map or {"": "cpu"})[""])
     shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
     wanted = {key: (module, attribute) for key, module, attribute in checkpoint_entries(model)}
+    fill(model, wanted, checkpoint, tp, dtype, keep_in_fp32_modules or (), device)
+    unexpected = [key for key in checkpoint if key not in wanted]
+    for pattern in type(model)._keys_to_ignore_on_load_unexpected or ():
+        unexpected = [key for key in unexpected if re.search(pattern, key) is None]
+    return unexpected
+
+
+@torch.no_grad()
+def fill(
+    model: nn.Module,
+    wanted: Mapping[str, tuple[nn.Module, str]],
+    checkpoint: Mapping[str, Tensor],
+    tp: Axis,
+    dtype: torch.dtype | None,
+    keep_in_fp32_modules: Sequence[str],
+    device: torch.device,
+) -> None:
+    """Give each tensor of a model without weights, sharded or not, its values: what this rank keeps of them.
+
+    Args:
+        wanted: name in the checkpoint -> the module and the attribute that it is for.
+        dtype: of tensors with floating point; None keeps the model's.
+        keep_in_fp32_modules: parts of names whose tensors are in float32 all the same.
+
+    Raises:
+        ValueError: a tensor that the checkpoint lacks, or has in another shape.
+    """
+    name = type(model).__name__
     missing = [key for key in wanted if key not in checkpoint]
     if missing:
         raise ValueError(f"the checkpoint of this {name} lacks {some(missing)}")
@@ -115,7 +142,7 @@ def _load_sharded(
         if was is None:  # a bias that the first rank has
             continue
         kept = dtype if dtype is not None and was.is_floating_point() else was.dtype
-        if keep_in_fp32_modules and was.is_floating_point() and set(keep_in_fp32_modules) & set(key.split(".")):
+        if was.is_floating_point() and set(keep_in_fp32_modules) & set(key.split(".")):
             kept = torch.float32
         sharding = getattr(module, "sharding", None)
         shard = sharding.shards.get(attribute) if sharding is not None else None
@@ -133,7 +160,3 @@ def _load_sharded(
         if isinstance(was, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=was.requires_grad)
         setattr(module, attribute, tensor)
-    unexpected = [key for key in checkpoint if key not in wanted]
-    for pattern in type(model)._keys_to_ignore_on_load_unexpected or ():
-        unexpected = [key for key in unexpected if re.search(pattern, key) is None]
-    return unexpected

@@ -1,0 +1,165 @@
+"""The text encoders of a pipeline on the ranks that share a picture: sharded, on the first rank alone, or on each."""
+
+import functools
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..distributed.agreement import fail_together
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_int64, all_gather_text, broadcast_from_first
+from ..hooks.around_call import AroundCall
+from ..loaders.text_encoder import (
+    checkpoint_files,
+    empty_text_encoder,
+    load_sharded_text_encoder,
+    load_whole_text_encoder,
+    placements_of,
+)
+
+
+TEXT_ENCODER_MODES = ("auto", "shard", "first-rank", "replicate")
+
+# Of the memory that there is, weights may take this much: the rest is for what is computed, and for others.
+ROOM = 0.8
+
+
+def load_text_encoder(
+    cls: type[PreTrainedModel],
+    folder: Path,
+    mode: str,
+    axis: Axis,
+    device: torch.device,
+    dtype: torch.dtype,
+    variant: str | None = None,
+) -> tuple[PreTrainedModel, str]:
+    """The text encoder in `folder` as this rank has it, on the CPU, and the mode that `"auto"` became.
+
+    Raises:
+        ValueError: a mode that there is not, or a class that no plan shards; a checkpoint that cannot be read.
+        RuntimeError: another rank failed.
+    """
+    if mode not in TEXT_ENCODER_MODES:
+        raise ValueError(f"text_encoders must be one of {', '.join(map(repr, TEXT_ENCODER_MODES))}; got {mode!r}")
+    if mode == "auto":
+        mode = _fitting(cls, folder, axis, device, dtype, variant)
+    if axis.size == 1 or mode == "replicate":
+        with fail_together(f"load the {cls.__name__}", axis):
+            return load_whole_text_encoder(cls, folder, dtype, variant), "replicate"
+    if mode == "shard":
+        model = load_sharded_text_encoder(cls, folder, axis, dtype, variant)
+    else:
+        with fail_together(f"load the {cls.__name__}", axis):
+            first = axis.rank == 0
+            model = load_whole_text_encoder(cls, folder, dtype, variant) if first else _shell(cls, folder, dtype)
+        FirstRankEncoder(model, axis)
+    model.save_pretrained = functools.partial(_refuse_to_save, cls.__name__, mode)
+    return model, mode
+
+
+def _refuse_to_save(name: str, mode: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"this {name} is not whole on every rank (text_encoders={mode!r}): save it from where it was read"
+    )
+
+
+def _fitting(
+    cls: type[PreTrainedModel], folder: Path, axis: Axis, device: torch.device, dtype: torch.dtype, variant: str | None
+) -> str:
+    """The mode with the least traffic whose weights fit: the device of a rank, and the hosts, where they wait."""
+    with fail_together(f"load the {cls.__name__}", axis):
+        checkpoint_files(folder, variant)
+        model = empty_text_encoder(cls, folder, dtype)
+        size = sum(x.numel() for x in {id(x): x for x in model.parameters()}.values()) * dtype.itemsize
+        host = psutil.virtual_memory().available
+        own = host if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]
+        try:
+            placements_of(model, axis.size)
+            can_be_cut = True
+        except ValueError:
+            can_be_cut = False
+    host, own = all_gather_int64(torch.tensor([host, own]), axis).amin(0).tolist()
+    on_this_host = min(int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)), axis.size)
+    if size <= ROOM * own and size * on_this_host <= ROOM * host:
+        return "replicate"
+    if can_be_cut and not size <= ROOM * min(own, host):
+        return "shard"
+    return "first-rank"
+
+
+def _shell(cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The text encoder's config and nothing else, but for something that has a dtype and a device."""
+    model = empty_text_encoder(cls, folder, dtype)
+    for held in (model._modules, model._parameters, model._buffers):
+        held.clear()
+    model.nothing = nn.Parameter(torch.zeros((), dtype=dtype), requires_grad=False)
+    return model
+
+
+class FirstRankEncoder(AroundCall):
+    """The first rank of the axis encodes, the others receive: embeddings are small where encoders are large.
+
+    What a call answers must be made of tensors, lists and `ModelOutput`s; a cache of keys stays on the first rank.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis):
+        super().__init__(model)
+        self._axis = axis
+
+    @torch.no_grad()
+    def around(self, call: Any, args: tuple, kwargs: dict) -> Any:
+        axis, output, tensors, text = self._axis, None, [], "{}"
+        with fail_together("encode the prompt", axis):
+            if axis.rank == 0:
+                output = call(*args, **kwargs)
+                text = json.dumps(_take_apart(output, tensors))
+        described = json.loads(all_gather_text(text, axis)[0])
+        if axis.rank > 0:
+            device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            _collect(described, tensors, device)
+        tensors = [broadcast_from_first(x, axis) for x in tensors]
+        return output if axis.rank == 0 else _put_together(described, tensors)
+
+
+def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` in the words of JSON, its tensors moved to a list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"shape": [*value.shape], "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, ModelOutput):
+        items = {name: _take_apart(item, tensors) for name, item in value.items()}
+        return {"module": type(value).__module__, "class": type(value).__qualname__, "items": items}
+    if isinstance(value, (list, tuple)):
+        return [_take_apart(item, tensors) for item in value]
+    return value if isinstance(value, (int, float, str, bool)) else None
+
+
+def _collect(described: Any, tensors: list[Tensor], device: torch.device) -> None:
+    """Room for the tensors of a description, in their order."""
+    if isinstance(described, list):
+        for item in described:
+            _collect(item, tensors, device)
+    elif isinstance(described, dict) and "shape" in described:
+        tensors.append(torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device=device))
+    elif isinstance(described, dict):
+        _collect([*described["items"].values()], tensors, device)
+
+
+def _put_together(described: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(described, list):
+        return tuple(_put_together(item, tensors) for item in described)
+    if isinstance(described, dict) and "shape" in described:
+        return tensors.pop(0)
+    if not isinstance(described, dict):
+        return described
+    cls = getattr(importlib.import_module(described["module"]), described["class"])
+    assert issubclass(cls, ModelOutput)
+    return cls(**{name: _put_together(item, tensors) for name, item in described["items"].items()})

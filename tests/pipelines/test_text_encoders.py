@@ -1,0 +1,324 @@
+"""Text encoders on the ranks that share a picture: sharded, on the first rank alone, or whole on each."""
+
+import contextlib
+import re
+import shutil
+import tempfile
+import unittest
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from diffusers import DiffusionPipeline
+from parameterized import parameterized
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.loaders.stored_tensor import StoredTensor
+from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder, load_whole_text_encoder
+from diffusers_rocm.models.plans.text_encoders import TEXT_ENCODER_PLANS
+from diffusers_rocm.pipelines import text_encoders
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+from diffusers_rocm.pipelines.text_encoders import load_text_encoder
+
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..testing_utils import message_of, relative_l2, run_ranks
+
+
+CPU = torch.device("cpu")
+# Three groups of key heads for two queries each, or six heads; a feed-forward that two and three do not divide alike.
+DECODER = {
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CLIP = {
+    "hidden_size": 48,
+    "intermediate_size": 70,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "projection_dim": 24,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+}
+T5 = {"d_model": 40, "d_kv": 8, "d_ff": 70, "num_layers": 2, "num_heads": 6, "vocab_size": 99}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "embed_dim": 16,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+QWEN_ROPE = {"rope_parameters": {"type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+# Class -> the arguments of its config.
+CONFIGS = {
+    "CLIPTextModel": CLIP,
+    "CLIPTextModelWithProjection": CLIP,
+    "Gemma2Model": {**DECODER, "head_dim": 12, "query_pre_attn_scalar": 12},
+    "Gemma3ForConditionalGeneration": {
+        "text_config": {**DECODER, "head_dim": 12, "query_pre_attn_scalar": 12},
+        "vision_config": SIGLIP,
+        "mm_tokens_per_image": 4,
+    },
+    "GlmModel": {**DECODER, "head_dim": 8, "attention_bias": True},
+    "LlamaForCausalLM": DECODER,
+    "LlamaModel": DECODER,
+    "Mistral3ForConditionalGeneration": {
+        "text_config": {**DECODER, "model_type": "mistral", "head_dim": 12},
+        "vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8},
+    },
+    "Qwen2VLForConditionalGeneration": {
+        "text_config": {**DECODER, **QWEN_ROPE},
+        "vision_config": {**QWEN_VISION, "hidden_size": 48},
+    },
+    "Qwen2_5_VLForConditionalGeneration": {"text_config": {**DECODER, **QWEN_ROPE}, "vision_config": QWEN_VISION},
+    "Qwen3ForCausalLM": {**DECODER, "head_dim": 12, "tie_word_embeddings": True},
+    "Qwen3Model": {**DECODER, "head_dim": 12},
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": {**DECODER, **QWEN_ROPE, "head_dim": 8},
+        "vision_config": QWEN_VISION,
+    },
+    "Qwen3VLModel": {"text_config": {**DECODER, **QWEN_ROPE, "head_dim": 8}, "vision_config": QWEN_VISION},
+    "SmolLM3ForCausalLM": DECODER,
+    "T5EncoderModel": {**T5, "feed_forward_proj": "gated-gelu"},
+    "UMT5EncoderModel": T5,
+}
+
+
+def tiny(name: str) -> PreTrainedModel:
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**CONFIGS[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.05))
+    return model
+
+
+@torch.no_grad()
+def encoded(model: PreTrainedModel) -> list[torch.Tensor]:
+    """What a pipeline may read of an encoder's output: two prompts of different lengths."""
+    tokens = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, 7:], tokens[1, 7:] = 0, 0
+    output = model(input_ids=tokens, attention_mask=mask, output_hidden_states=True)
+    rows = mask.bool()
+    found = [states[rows] for states in output.hidden_states]
+    for name in ("last_hidden_state", "logits"):
+        found += [output[name][rows]] if name in output else []
+    return found + [output[name] for name in ("pooler_output", "text_embeds") if name in output]
+
+
+def sharded_worker(name: str, folder: str) -> dict:
+    cls, axis = getattr(transformers, name), Axis.of_all()
+    wanted = encoded(load_whole_text_encoder(cls, Path(folder), torch.float32))
+    read, read_slices = 0, StoredTensor.read
+
+    def counted(self, into, *args):
+        nonlocal read
+        read += into.numel()
+        read_slices(self, into, *args)
+
+    StoredTensor.read = counted
+    try:
+        model = load_sharded_text_encoder(cls, Path(folder), axis, torch.float32)
+    finally:
+        StoredTensor.read = read_slices
+    tensors = {x.data_ptr(): x for x in model.state_dict().values()}  # words may have two names
+    sharded = {path: module for path, module in model.named_modules() if hasattr(module, "sharding")}
+    return {
+        "errors": [relative_l2(x, y) for x, y in zip(encoded(model), wanted, strict=True)],
+        "read": read,
+        "held": sum(x.numel() for x in tensors.values()),
+        "sharded": {path: module.weight.numel() for path, module in sharded.items() if hasattr(module, "weight")},
+    }
+
+
+class TestSharded(unittest.TestCase):
+    def test_every_plan_has_a_tiny_model(self):
+        assert CONFIGS.keys() == TEXT_ENCODER_PLANS.keys()
+
+    @parameterized.expand([(name, world) for name in CONFIGS for world in (2, 3)])
+    def test_embeddings_are_those_of_one_process(self, name, world):
+        whole = tiny(name)
+        layers = {
+            path: module.weight.numel()
+            for path, module in whole.named_modules()
+            if isinstance(module, torch.nn.Linear) and re.search(r"(?<!blocks)\.\d+\.", path) and "vis" not in path
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            whole.save_pretrained(folder)
+            results = run_ranks(world, sharded_worker, name, folder)
+        for result in results:
+            assert max(result["errors"]) <= FLOAT32_BAR, result["errors"]
+            # Every Linear of every layer is cut, and a rank reads what it keeps and no more.
+            assert layers.keys() <= result["sharded"].keys()
+            assert result["read"] == result["held"]
+        for path, size in layers.items():
+            assert sum(result["sharded"][path] for result in results) == size
+
+
+PROMPT = {"prompt": "a small red circle", "num_inference_steps": 2, "height": 64, "width": 64, "output_type": "np"}
+
+
+def pictures(pipe: DiffusionPipeline) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    return torch.from_numpy(pipe(generator=torch.Generator().manual_seed(0), **PROMPT).images)
+
+
+def pipeline_worker(mesh: dict[str, int], modes: list[str | dict[str, str]]) -> list[dict]:
+    wanted = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL))
+    results = []
+    for mode in modes:
+        pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(**mesh), text_encoders=mode)
+        encoders = {"text_encoder": pipe.text_encoder, "text_encoder_2": pipe.text_encoder_2}
+        results.append(
+            {
+                "errors": [relative_l2(pictures(pipe), wanted) for _ in range(2)],
+                "modes": pipe.text_encoder_modes,
+                "weights": {name: sum(x.numel() for x in each.parameters()) for name, each in encoders.items()},
+                "saved": {
+                    name: message_of(encoders[name].save_pretrained, "nowhere")
+                    for name, mode in pipe.text_encoder_modes.items()
+                    if mode != "replicate"
+                },
+            }
+        )
+        pipe.transformer.disable_parallelism()
+    return results
+
+
+def offload_worker() -> list[float]:
+    """Models that accelerate brings to their device for their turn, before and after they became parallel."""
+    wanted, errors = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)), []
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(ulysses=2), text_encoders="shard")
+    pipe.enable_model_cpu_offload(device="cpu")
+    errors += [relative_l2(pictures(pipe), wanted) for _ in range(2)]
+    for mesh in ({"tp": 2}, {"ulysses": 2}):
+        pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
+        pipe.enable_model_cpu_offload(device="cpu")
+        parallelize(pipe, ParallelConfig(**mesh))
+        before = pipe.transformer.parallelism
+        errors += [relative_l2(pictures(pipe), wanted) for _ in range(2)]
+        assert pipe.transformer.parallelism is before and hasattr(pipe.transformer, "_hf_hook")
+        pipe.remove_all_hooks()
+        pipe.transformer.disable_parallelism()
+        errors.append(relative_l2(pictures(pipe), wanted))
+    return errors
+
+
+def refusals_worker(folder: str) -> dict[str, str]:
+    config = ParallelConfig(tp=2)
+    messages = {
+        "mode": message_of(load_pipeline, EMBEDDED_MODEL, config, text_encoders="sharded"),
+        "name": message_of(load_pipeline, EMBEDDED_MODEL, config, text_encoders={"text_encoder_3": "shard"}),
+        "no folder": message_of(load_pipeline, folder, config),
+        "class": message_of(
+            load_text_encoder, transformers.BertModel, Path(folder), "shard", Axis.of_all(), CPU, torch.float32
+        ),
+        "vae": message_of(load_pipeline, EMBEDDED_MODEL, config, vae="tiles"),
+    }
+    tiny("T5EncoderModel").save_pretrained(folder)
+    dist.barrier()
+    file = Path(folder, "model.safetensors")
+    if dist.get_rank() == 1:  # one rank alone reads another file
+        folder = f"{folder}/other"
+        shutil.copytree(file.parent, folder)
+        tensors = load_file(file)
+        tensors["encoder.block.1.layer.0.SelfAttention.q.weight"] = torch.zeros(48, 39)
+        save_file(tensors, f"{folder}/model.safetensors")
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        load_sharded_text_encoder(transformers.T5EncoderModel, Path(folder), Axis.of_all(), torch.float32)
+    return {**messages, "shape": str(caught.value)}
+
+
+class TestLoadPipeline(unittest.TestCase):
+    @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"cfg": 1, "dp": 2},)])
+    def test_pictures_are_those_of_one_process(self, mesh):
+        names = ("text_encoder", "text_encoder_2")
+        modes = ["shard", "first-rank", "auto", {"text_encoder": "replicate", "text_encoder_2": "shard"}]
+        whole = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
+        whole = {name: sum(x.numel() for x in getattr(whole, name).parameters()) for name in names}
+        for rank, results in enumerate(run_ranks(2, pipeline_worker, mesh, modes)):
+            for mode, result in zip(modes, results, strict=True):
+                assert max(result["errors"]) <= FLOAT32_BAR, (mode, result["errors"])
+                for name in names:
+                    wanted = mode[name] if isinstance(mode, dict) else mode.replace("auto", "replicate")
+                    wanted = "replicate" if "dp" in mesh else wanted  # nobody to share a picture with
+                    assert result["modes"][name] == wanted
+                    weights = result["weights"][name]
+                    if wanted == "replicate" or wanted == "first-rank" and rank == 0:
+                        assert weights == whole[name]
+                    elif wanted == "first-rank":
+                        assert weights == 1 and "save it from where" in result["saved"][name]
+                    else:
+                        assert weights < 0.7 * whole[name] and "save it from where" in result["saved"][name]
+
+    def test_models_that_wait_on_the_host(self):
+        for errors in run_ranks(2, offload_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+    def test_bad_input_is_an_error_on_all_ranks(self):
+        with tempfile.TemporaryDirectory() as folder:
+            results = run_ranks(2, refusals_worker, folder)
+        for result in results:
+            assert "must be one of 'auto', 'shard', 'first-rank', 'replicate'; got 'sharded'" in result["mode"]
+            assert "has no text encoder 'text_encoder_3', only text_encoder, text_encoder_2" in result["name"]
+            assert "has no model_index.json" in result["no folder"]
+            assert "no plan shards the text encoder BertModel" in result["class"]
+            assert "vae must be one of" in result["vae"]
+            assert "SelfAttention.q.weight is [48, 39] in the checkpoint, and [48, 40]" in result["shape"]
+
+    @parameterized.expand(
+        [
+            ("all fits", 4, 4, "replicate"),
+            ("not one for each rank on the host", 4, 2, "first-rank"),
+            ("no whole one on a device", 1, 4, "shard"),
+        ]
+    )
+    def test_auto_takes_what_fits_with_the_least_traffic(self, _, device, host, wanted):
+        """Two ranks of one host, whose memory is so many times the encoder's."""
+        size = 4 * sum(x.numel() for x in tiny("T5EncoderModel").parameters())
+        memory = mock.Mock(virtual_memory=lambda: mock.Mock(available=host * size))
+        module = mock.Mock(mem_get_info=lambda _: (0, device * size))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(text_encoders, "psutil", memory),
+            mock.patch.object(torch, "get_device_module", lambda _: module),
+            mock.patch.object(text_encoders, "all_gather_int64", lambda row, axis: row[None]),
+            mock.patch.object(text_encoders, "fail_together", lambda what, axis: contextlib.nullcontext()),
+        ):
+            tiny("T5EncoderModel").save_pretrained(folder)
+            axis = replace(Axis.single("replica"), size=2)
+            cuda = torch.device("cuda")
+            found = text_encoders._fitting(transformers.T5EncoderModel, Path(folder), axis, cuda, torch.float32, None)
+        assert found == wanted
+
+
+if __name__ == "__main__":
+    unittest.main()
