@@ -45,7 +45,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     from diffusers.loaders.transformer_flux import FluxTransformer2DLoadersMixin
     from diffusers.models import attention_dispatch
     from diffusers.models.attention import AttentionModuleMixin
-    from diffusers.models.transformers.transformer_wan import WanAttention
+    from diffusers.models.attention_processor import Attention
 
     from .hooks import caches
     from .loaders import load, lora
@@ -64,8 +64,9 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     for module in (diffusers.models.modeling_utils, single_file_utils):
         yield module, "load_state_dict", load.wrap_load_state_dict
     # All versions: what these do to a sharded model has to know that it is sharded.
-    for attention in (AttentionModuleMixin, WanAttention):
-        yield attention, "fuse_projections", ours.wrap_fuse_projections
+    for attention in (Attention, *_themselves_and_below(AttentionModuleMixin)):
+        if "fuse_projections" in vars(attention):
+            yield attention, "fuse_projections", ours.wrap_fuse_projections
     yield FluxTransformer2DLoadersMixin, "_load_ip_adapter_weights", ours.wrap_load_ip_adapter_weights
     # All versions: what is loaded, saved and merged of an adapter is that of the whole model.
     yield PeftAdapterMixin, "add_adapter", lora.wrap_add_adapter
@@ -100,6 +101,12 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         for name in vars(attention_dispatch):
             if name.endswith("_forward_op"):
                 yield attention_dispatch, name, our_attention.wrap_forward_op
+
+
+def _themselves_and_below(cls: type) -> Iterator[type]:
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _themselves_and_below(each)
 
 
 def register() -> None:

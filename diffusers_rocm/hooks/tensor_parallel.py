@@ -120,6 +120,8 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
     placements = []
     for rule, rule_style, found in match(model, plan.rules):
         rule_name, _, argument = rule_style.partition(":")
+        if rule_name not in STYLES:
+            raise ValueError(f"{rule}: there is no style {rule_name!r}, only {', '.join(STYLES)}")
         if not found and not rule.endswith("?") and not runs_through_nothing(model, rule):
             raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {rule!r}")
         for path, module, name in [part for each in found for part in _with_adapters(*each, rule_name)]:

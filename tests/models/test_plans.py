@@ -10,6 +10,7 @@ from packaging.version import Version
 from parameterized import parameterized
 
 import diffusers_rocm
+from diffusers_rocm import TensorParallelConfig
 from diffusers_rocm.models.plans import (
     CONTEXT_PARALLEL_PLANS,
     TENSOR_PARALLEL_PLANS,
@@ -20,7 +21,9 @@ from diffusers_rocm.models.plans import (
 from diffusers_rocm.models.plans.context_plan import Refused
 from diffusers_rocm.models.plans.plan import match
 
-from ..testing_utils import message_of, run_ranks
+from ..testing_utils import message_of, relative_l2, run_ranks
+from .testing_utils.common import BaseModelTesterConfig
+from .testing_utils.parallelism import FLOAT32_BAR
 from .testing_utils.plans import refusal_worker
 from .testing_utils.variants import by_class, variants
 from .transformers.test_models_transformer_easyanimate import EasyAnimateTransformerTesterConfig
@@ -74,6 +77,23 @@ REFUSED = {
     ("LTX2VideoTransformer3DModel", "video_self_attention_mask?"): torch.ones(1, 45, 45),
     ("SD3Transformer2DModel", "skip_layers"): [0],
 }
+
+
+FUSED = ("to_qkv", "to_kv", "to_added_qkv")
+
+
+@torch.no_grad()
+def fused_worker(config: BaseModelTesterConfig) -> tuple[float, float]:
+    """The errors of a sharded model whose projections were fused, and of what becomes of it again."""
+    model, inputs = config.get_model(), config.get_inputs(2)
+    wanted = config.get_output(model, inputs)
+    model.enable_parallelism(config=TensorParallelConfig(tp=2))
+    model.fuse_qkv_projections()
+    error = relative_l2(config.get_output(model, inputs), wanted)
+    fused = [module for path, module in model.named_modules() if path.endswith(FUSED)]
+    assert fused and all(hasattr(module, "sharding") for module in fused)
+    model.disable_parallelism()
+    return error, relative_l2(config.get_output(model, inputs), wanted)
 
 
 class TestPlans(unittest.TestCase):
@@ -144,6 +164,33 @@ class TestPlans(unittest.TestCase):
             named = {key.removesuffix("?") for key in how if isinstance(key, str)}
             missing = named - given[path] - _refused(how)
             assert not missing, f"{path or name}: parity was never tried with {missing}"
+
+    @parameterized.expand(sorted(SPLIT))
+    @unittest.skipIf(Version(diffusers.__version__) < Version("0.42"), "tiny models are made for the newest diffusers")
+    def test_attention_that_a_context_plan_names_is_there(self, name):
+        """In some model of the class; what comes with an adapter aside."""
+        plan = CONTEXT_PARALLEL_PLANS[name]
+        named = [*plan.whole, *plan.whole_queries, *plan.main_asks, *plan.alone, *plan.idle, *plan.kept]
+        models = [config.get_model() for config in SPLIT[name]]
+        for path in named:
+            assert any(found for model in models for *_, found in match(model, {path: ""})), path
+
+    @parameterized.expand(
+        sorted(name for name in VARIANTS if hasattr(getattr(diffusers, name), "fuse_qkv_projections"))
+    )
+    def test_projections_are_fused_in_a_sharded_model(self, name):
+        config = VARIANTS[name][0]
+        model = config.get_model()
+        try:
+            model.fuse_qkv_projections()
+            config.get_output(model, config.get_inputs(1))
+            fuses = any(path.endswith(FUSED) for path, _ in model.named_modules())
+        except (AttributeError, RuntimeError):  # the class has it from a base class, and cannot
+            fuses = False
+        if not fuses:
+            self.skipTest("diffusers fuses nothing of it")
+        for error, whole in run_ranks(2, fused_worker, config):
+            assert max(error, whole) <= FLOAT32_BAR, (error, whole)
 
     def test_everything_that_is_refused_is_listed_here(self):
         refused = {

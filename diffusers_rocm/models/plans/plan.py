@@ -52,7 +52,9 @@ class TensorParallelPlan:
         shards = {}
         for each in layouts.split(","):
             name, _, layout = each.partition("=")
-            if getattr(module, name) is None:
+            if not name or not layout:
+                raise ValueError(f"{layouts!r} names no attributes of a {type(module).__name__}: 'heads=heads', say")
+            if getattr(module, name, None) is None:
                 continue
             if layout in self.heads:
                 shards[name] = self.head_shard(layout, config)
