@@ -18,6 +18,7 @@ from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.rank_guard import RANK_CHECKS
 from ..pipelines.generation import GenerationRequest, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
+from ..pipelines.text_encoders import TEXT_ENCODER_MODES
 from ..pipelines.vae import VAE_MODES
 
 
@@ -39,7 +40,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--prompts-file", type=Path, help="a UTF-8 text file with one prompt a line")
     parser.add_argument("--negative-prompt")
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a pipeline's folder or Hub id")
-    parser.add_argument("--lora", help="a LoRA's file, folder or Hub id, fused before the model is sharded")
+    parser.add_argument("--lora", help="a LoRA's file, folder or Hub id, fused into the model")
     parser.add_argument("--image", type=Path, help="the picture to begin with: image to image, or image to video")
     for axis, meaning in AXES_HELP.items():
         parser.add_argument(f"--{axis}", type=int, default=1, help=meaning)
@@ -56,6 +57,17 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
     parser.add_argument(
         "--rank-check", default="first", choices=RANK_CHECKS, help="in which steps to compare the ranks' inputs"
+    )
+    parser.add_argument(
+        "--text-encoders",
+        default="auto",
+        choices=TEXT_ENCODER_MODES,
+        help="how the ranks that share a picture hold them: each a part, the first all, each all, or what fits",
+    )
+    parser.add_argument(
+        "--staged",
+        action=argparse.BooleanOptionalAction,
+        help="models wait in the host's memory for their turn (default: if they would take half of the GPU's)",
     )
     parser.add_argument(
         "--vae",
@@ -156,6 +168,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         raise ValueError(f"--guidance must be a finite number; got {args.guidance}")
     if args.image is not None:
         check_image(args.image)
+        folder.pipeline(from_image=True)
     if not 0 < args.timeout < 1e6:
         raise ValueError(f"--timeout must be a number of minutes above 0; got {args.timeout}")
     if args.lora is not None:
@@ -183,6 +196,8 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         num_frames=args.num_frames,
         fps=args.fps,
         rank_check=args.rank_check,
+        text_encoders=args.text_encoders,
+        staged=args.staged,
         vae=args.vae,
         vae_tiling=args.vae_tiling,
         vae_slicing=args.vae_slicing,

@@ -17,7 +17,7 @@ import diffusers
 import torch
 import torch.distributed as dist
 import transformers
-from diffusers import AutoPipelineForImage2Image, DiffusionPipeline
+from diffusers import DiffusionPipeline
 from diffusers.utils import BaseOutput, export_to_video
 from PIL import Image
 from torch import nn
@@ -28,9 +28,9 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.mesh import AXES, Axes
 from ..models._modeling_parallel import ParallelConfig
-from ..registration import DTYPE_ARGUMENT
-from . import parallelize
 from .contact_sheet import contact_sheet
+from .load import load_pipeline
+from .model_folder import ModelFolder
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class GenerationRequest:
     lora: str | None = None
     compile: bool = False
     rank_check: str = "first"
+    text_encoders: str = "auto"
+    staged: bool | None = None
     vae: str = "first-rank"
     vae_tiling: bool = False
     vae_slicing: bool = False
@@ -74,33 +76,34 @@ def file_stem(index: int, prompt: str, seed: int) -> str:
 
 
 def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axes]:
-    """The pipeline on this rank's device, its denoisers sharded before they get there."""
+    """The parallel pipeline on this rank's device."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     if request.dtype != "auto":
         dtype = getattr(torch, request.dtype)
-    pipe = DiffusionPipeline.from_pretrained(request.model, **{DTYPE_ARGUMENT: dtype})
+    pipe = load_pipeline(
+        request.model,
+        ParallelConfig(**{name: getattr(request, name) for name in AXES}),
+        torch_dtype=dtype,
+        text_encoders=request.text_encoders,
+        # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.
+        vae="replicate" if request.vae == "first-rank" else request.vae,
+        rank_check=request.rank_check,
+        staged=request.staged,
+        device=request.device,
+        pipeline=ModelFolder(request.model).pipeline(request.image is not None),
+    )
     if request.lora is not None:
         pipe.load_lora_weights(request.lora)
         pipe.fuse_lora()
         pipe.unload_lora_weights()
-    if request.image is not None and "image" not in inspect.signature(pipe.__call__).parameters:
-        try:
-            pipe = AutoPipelineForImage2Image.from_pipe(pipe)
-        except ValueError:
-            raise ValueError(f"{type(pipe).__name__} takes no image") from None
     for name in ("tiling", "slicing"):
         if getattr(request, f"vae_{name}"):
             _enable(getattr(pipe, "vae", None), name)
-    config = ParallelConfig(**{name: getattr(request, name) for name in AXES})
-    # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.
-    vae = "replicate" if request.vae == "first-rank" else request.vae
-    axes = parallelize(pipe, config, rank_check=request.rank_check, vae=vae)
-    pipe.to(device)
     if request.compile:
         for denoiser in (pipe.transformer, getattr(pipe, "transformer_2", None)):
             if denoiser is not None:
                 denoiser.compile_repeated_blocks(fullgraph=True)
-    return pipe, axes
+    return pipe, pipe.transformer.parallelism.axes
 
 
 def _enable(vae: nn.Module | None, name: str) -> None:
@@ -234,6 +237,7 @@ def generate(request: GenerationRequest) -> list[Path]:
                     "arguments": {key: value for key, value in arguments.items() if key != "image"},
                 },
                 "mesh": {name: getattr(axes, name).size for name in AXES},
+                "text_encoders": pipe.text_encoder_modes,
                 "step_seconds": [round(step, 5) for step in timer.steps[done:]],
                 "load_seconds": round(loaded, 3),
                 "peak_memory_bytes": peaks,

@@ -10,6 +10,7 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging
+from torch import nn
 
 from ..distributed import init
 from ..distributed.agreement import fail_together
@@ -30,14 +31,14 @@ def load_pipeline(
     text_encoders: str | Mapping[str, str] = "auto",
     vae: str = "replicate",
     rank_check: str = "first",
-    staged: bool = True,
+    staged: bool | None = None,
     device: str | None = None,
     pipeline: type = DiffusionPipeline,
     **kwargs: Any,
 ) -> DiffusionPipeline:
     """A parallel pipeline, each rank reading what it keeps of the denoisers and, where they are sharded, the encoders.
 
-    `staged`, a component is on the device while it works, and waits in the host's memory otherwise: the peak on the
+    Staged, a component is on the device while it works, and waits in the host's memory otherwise: the peak on the
     device is that of the largest stage (encoding, denoising, decoding), not of all together. On a CPU nothing moves.
 
     Args:
@@ -49,6 +50,7 @@ def load_pipeline(
             all. `"auto"` takes what fits with the least traffic: the last, else the second, else the first; the choice
             is logged, and is in the pipeline's `text_encoder_modes`. A mapping says it by the component's name.
         vae, rank_check: as of `parallelize`.
+        staged: by default where all components' weights would take more than half of the device's memory.
         device: `"cuda"` or `"cpu"`; by default what there is.
         pipeline: its class, where it is not to be the folder's own (`FluxImg2ImgPipeline`, say).
         kwargs: for the `from_pretrained` of that: components in place of those in the folder, `variant`, ...
@@ -93,7 +95,11 @@ def load_pipeline(
         pipe = pipeline.from_pretrained(folder, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
     parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae)
-    if staged and here.type != "cpu" and pipe.model_cpu_offload_seq is not None:
+    if staged is None and here.type != "cpu":
+        modules = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+        size = sum(x.nbytes for each in modules for x in each.parameters())
+        staged = size > torch.get_device_module(here).mem_get_info(here)[1] / 2
+    if staged and here.type != "cpu":
         pipe.enable_model_cpu_offload(device=here)
     else:
         pipe.to(here)

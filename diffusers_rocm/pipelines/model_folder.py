@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
+from diffusers import DiffusionPipeline
+from diffusers.pipelines.auto_pipeline import AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, _get_task_class
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -30,6 +32,7 @@ class ModelFolder:
             raise ValueError(f"{model}: its model_index.json is not that of a pipeline")
         entries = {name: index.get(name) for name in ("transformer", "unet", "vae")}
         classes = {name: x[1] for name, x in entries.items() if isinstance(x, list) and len(x) == 2 and x[1]}
+        self.pipeline_class: str | None = index.get("_class_name")
         self.vae_class: str | None = classes.pop("vae", None)
         if not classes:
             raise ValueError(f"{model}: its model_index.json names no transformer")
@@ -49,6 +52,20 @@ class ModelFolder:
 
     def denoiser_config(self) -> dict:
         return self._json(f"{self._denoiser}/config.json")
+
+    def pipeline(self, from_image: bool) -> type[DiffusionPipeline]:
+        """The class of the pipeline, or of the one that begins with a picture and has the same models.
+
+        Raises:
+            ValueError: diffusers has no such class.
+        """
+        cls = getattr(diffusers, str(self.pipeline_class), None)
+        if cls is None or not from_image or "image" in inspect.signature(cls.__call__).parameters:
+            return cls or DiffusionPipeline
+        found = _get_task_class(AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, self.pipeline_class, False)
+        if found is None:
+            raise ValueError(f"--image: {self.pipeline_class} takes no image, and no other pipeline has its models")
+        return found
 
     def check_vae(self, mode: str) -> None:
         """Raises ValueError where `--vae tile` is asked of a VAE whose tiles cannot be shared, or of none."""
