@@ -5,7 +5,7 @@ collectives are called, which the compiler traces and schedules without a graph 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,14 +117,21 @@ def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -
     return _beside(hop, received)
 
 
-def begin_all_gather(x: torch.Tensor, world: int, group: str) -> Callable[[], torch.Tensor]:
-    """Begin to gather `x` [...], contiguous and of one shape on all ranks.
+def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` [n], contiguous, to every other rank, and to receive `incoming[i]` elements from each rank i.
+
+    All links are in use at once, where a gather goes round a ring.
 
     Returns:
-        A function that waits, and answers [world, ...].
+        A function that waits, and answers what came, in rank order and without this rank's own.
     """
-    received, process_group = x.new_empty((world, *x.shape)), dist.distributed_c10d._resolve_process_group(group)
-    return _beside(functools.partial(_all_gather, received, x[None], group=process_group), received)
+    receive = [0 if index == rank else count for index, count in enumerate(incoming)]
+    send = [0 if index == rank else x.numel() for index in range(len(incoming))]
+    received, process_group = x.new_empty(sum(receive)), dist.distributed_c10d._resolve_process_group(group)
+    everything = functools.partial(
+        dist.all_to_all_single, received, x.repeat(len(incoming) - 1), receive, send, group=process_group
+    )
+    return _beside(everything, received)
 
 
 class _Copy(torch.autograd.Function):

@@ -18,11 +18,11 @@ from torch import Tensor
 from ..distributed.axis import Axis
 from ..distributed.collectives import (
     all_gather,
-    begin_all_gather,
     copy_to_axis,
     exchange,
     gather_from_axis,
     pass_on,
+    send_to_all,
 )
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS, Kernel
@@ -106,8 +106,7 @@ def attention(
         cp: both axes of the layout as one.
         choose: the kernel to use.
         rotate_method: how keys and values go round under the computation. "p2p" passes parts of the sequence on and
-            holds two of them; "allgather" gathers some heads at a time, and holds two such groups: no more than that,
-            once there is enough work for as many groups as ranks. Short sequences, which hide nothing, are gathered
+            holds two of them; "allgather" gathers some heads at a time, and holds three such groups. Short sequences, which hide nothing, are gathered
             at once, and so are those with gradients.
 
     Returns:
@@ -218,20 +217,21 @@ def _attention_over_ring(
     wanted = CPU_GROUP_ROWS if q.device.type == "cpu" else GPU_GROUP_ROWS
     groups = -(-k.shape[2] // -(-wanted // rows))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if needs_grad or groups == 1 or rotate_method == "allgather" and kernel.name not in KERNELS:
+    whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
+    if needs_grad or groups == 1 or whole_only:
         # Views of one gathered message; its gradients are summed.
         message = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, ring, 0), ring)
         out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)
         return out
     # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
     compiling, name, group = torch.compiler.is_compiling(), kernel.name, ring.group.group_name
+    if mask is not None and mask.is_floating_point():
+        q, mask = _lift(q, mask)
     if rotate_method == "p2p":
-        if mask is not None and mask.is_floating_point():
-            q, mask = _lift(q, mask)
         run = _ring_op if compiling else _ring
         return run(q, k, v, mask, scale, name, lengths, ring.rank, group)
     run = _gathered_op if compiling else _gathered
-    return run(q, k, v, mask, scale, name, lengths, groups, group)
+    return run(q, k, v, mask, scale, name, lengths, ring.rank, groups, group)
 
 
 def attention_of_whole_queries(
@@ -270,7 +270,7 @@ def attention_after_whole_keys(
         raise ValueError(f"a mask {[*mask.shape]} is not one row for {whole} keys and those of {layout.streams}")
     (before_k, k), (before_v, v) = (x.split([whole, length], 1) for x in (k, v))
     if k.shape[2] != heads:
-        before_k, before_v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (before_k, before_v))
+        before_k, before_v = (_for_queries(x, heads) for x in (before_k, before_v))
     if layout.ulysses.size > 1:
         start, stop = Block(heads, 1).bounds(layout.ulysses.rank, layout.ulysses.size)
         before_k, before_v = (x[:, :, start:stop] for x in (before_k, before_v))
@@ -286,8 +286,12 @@ def attention_after_whole_keys(
 
 def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Keys and values [B, S, heads, D] of a message [S, B, 2 key heads, D]: views, unless key heads are fewer."""
-    parts = message.transpose(0, 1).chunk(2, dim=2)
-    return tuple(x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in parts)
+    return tuple(_for_queries(x, heads) for x in message.transpose(0, 1).chunk(2, dim=2))
+
+
+def _for_queries(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, S, Hk, D] as [B, S, heads, D]."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,44 +355,48 @@ def _gathered(
     scale: float | None,
     kernel: str,
     lengths: Sequence[int],
+    rank: int,
     groups: int,
     group: str,
 ) -> Tensor:
-    """Gathers keys and values of some heads while it computes with those of the heads before.
+    """Each rank sends all others its keys and values, some heads at a time, while it computes with those before.
 
-    Nothing is merged. A rank has the heads that it computes with and the ones that come.
+    With its own it computes first. Two groups of heads of the others' are on their way, and one is in use.
 
     Args:
-        q: [B, Sq, H, D]; k, v: [B, Sk, Hk, D].
+        q: [B, Sq, H, D]; k, v: [B, lengths[rank], Hk, D].
         mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
         kernel, group: names of both.
         lengths: keys of every rank.
         groups: of heads, at most Hk.
     """
-    longest, repeats = max(lengths), q.shape[2] // k.shape[2]
+    repeats, start, stop = q.shape[2] // k.shape[2], sum(lengths[:rank]), sum(lengths[: rank + 1])
     bounds = [Block(k.shape[2], 1).bounds(index, groups) for index in range(groups)]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    own, others = mask, mask
+    if mask is not None:
+        own = mask[..., start:stop]
+        others = torch.cat([mask[..., :start], mask[..., stop:]], -1)
 
-    def begin(start: int, stop: int) -> Callable[[], Tensor]:
-        message = q.new_empty(longest, q.shape[0], 2 * (stop - start), q.shape[3])
-        torch.cat([x[:, :, start:stop].transpose(0, 1) for x in (k, v)], 2, out=message[: k.shape[1]])
-        return begin_all_gather(message, len(lengths), group)
+    def begin(index: int) -> Callable[[], Tensor] | None:
+        if index >= groups:
+            return None
+        message = _tokens_first(*(x[:, :, slice(*bounds[index])] for x in (k, v)))
+        incoming = [length * message[0].numel() for length in lengths]
+        return send_to_all(message.flatten(), incoming, rank, group)
 
-    arrive = begin(*bounds[0])
-    for index, (start, stop) in enumerate(bounds):
-        message = arrive()
-        if index + 1 < groups:
-            arrive = begin(*bounds[index + 1])
-        if min(lengths) == longest:
-            message = message.flatten(0, 1)
-        else:
-            message = torch.cat([part[:length] for part, length in zip(message, lengths, strict=True)])
-        heads = slice(start * repeats, stop * repeats)
-        rows = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+    coming = [begin(0), begin(1)]
+    out, lse = KERNELS[kernel](q, *(_for_queries(x, q.shape[2]) for x in (k, v)), own, scale)
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    for index, (low, high) in enumerate(bounds):
+        message = coming.pop(0)()
+        coming.append(begin(index + 2))
+        message = message.view(-1, q.shape[0], 2 * (high - low), q.shape[3])
+        heads = slice(low * repeats, high * repeats)
+        rows = others if others is None or others.shape[1] == 1 else others[:, heads]
         # No name for keys and values, which would keep this message beyond the next.
-        part, _ = KERNELS[kernel](q[:, :, heads], *_keys_of(message, heads.stop - heads.start), rows, scale)
-        out[:, :, heads] = part
-    return out
+        part, part_lse = KERNELS[kernel](q[:, :, heads], *_keys_of(message, heads.stop - heads.start), rows, scale)
+        merge(out[:, :, heads], lse[..., heads], part, part_lse)  # in place
+    return out.to(q.dtype).contiguous()
 
 
 _ring_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring, mutates_args=())
@@ -397,7 +405,7 @@ _gathered_op = torch.library.custom_op("diffusers_rocm::gathered_attention", _ga
 
 @_ring_op.register_fake
 @_gathered_op.register_fake
-def _(q, k, v, mask, scale, kernel, lengths, rank_or_groups, group):
+def _(q, *args):
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 

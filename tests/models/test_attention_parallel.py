@@ -156,7 +156,8 @@ class TestSchedules(unittest.TestCase):
     @parameterized.expand([("p2p",), ("allgather",)])
     def test_ring_holds_two_parts(self, rotate):
         for bytes_held, part in run_ranks(4, memory_worker, rotate):
-            assert 0 < bytes_held <= 2 * part, (bytes_held, part)
+            # Two parts; or three groups of a quarter of the heads, from three ranks.
+            assert 0 < bytes_held <= (2 if rotate == "p2p" else 3 * 3 / 4) * part, (bytes_held, part)
 
     def test_masks_that_fit_nothing(self):
         for message in run_ranks(2, bad_mask_worker):
@@ -279,16 +280,21 @@ def memory_worker(rotate) -> tuple[int, int]:
     cp, ring_axis, ulysses_axis = axes(4, 1)
     layout = Layout((48,), ring_axis, ulysses_axis)
     mine = [layout.take(x, 1, layout.rank) for x in tensors((48,), 8, 8, 1)]
-    name = "pass_on" if rotate == "p2p" else "begin_all_gather"
-    held, most, original = [], 0, getattr(attention_parallel, name)
+    name = "pass_on" if rotate == "p2p" else "send_to_all"
+    held, most, coming, original = [], 0, 0, getattr(attention_parallel, name)
 
-    def watched(x, incoming_or_world, *where):
-        nonlocal most
-        arrive = original(x, incoming_or_world, *where)
+    def watched(x, incoming, *where):
+        nonlocal most, coming
+        arrive, count = original(x, incoming, *where), incoming
+        if name == "send_to_all":
+            count = sum(incoming) - incoming[layout.rank]
+        coming += count
 
         def wait():
+            nonlocal coming
             message = arrive()
             held.append(weakref.ref(message))
+            coming -= count
             return message
 
         # What arrived, also what was kept of it by mistake, and what comes. Gloo's thread lets go a little late.
@@ -296,7 +302,6 @@ def memory_worker(rotate) -> tuple[int, int]:
         alive = {message.data_ptr(): message.numel() for ref in held if (message := ref()) is not None}
         if name == "pass_on":
             alive[x.data_ptr()] = x.numel()
-        coming = incoming_or_world * (1 if name == "pass_on" else x.numel())
         most = max(most, (sum(alive.values()) + coming) * x.element_size())
         return wait
 
