@@ -7,11 +7,14 @@ python utils/make_model_table.py --check    fails if plans, tests or the page ha
 
 import argparse
 import ast
+import functools
 import hashlib
+import inspect
 import json
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,8 +53,8 @@ def real_model(config: BaseModelTesterConfig) -> torch.nn.Module:
 
 
 def digest(name: str, configs: list[BaseModelTesterConfig]) -> str:
-    """Of what the plans of a class say, of the code in their files, and of the tiny models that they are run with."""
-    said: list[object] = []
+    """Of what the plans of a class say, of the code in their files, and of how they are run."""
+    said: list[object] = [STRATEGIES]
     model = real_model(configs[0])
     if plan := TENSOR_PARALLEL_PLANS.get(name):
         blocks = {block: plan.head_shard(block, model.config) for block in plan.heads}
@@ -63,8 +66,19 @@ def digest(name: str, configs: list[BaseModelTesterConfig]) -> str:
             said.append(ast.dump(ast.parse(source)))
     for config in configs:
         said += [config.get_init_dict(), tree_map_only(torch.Tensor, describe, config.get_inputs(2))]
+        said += [code_of(cls) for cls in type(config).__mro__ if issubclass(cls, BaseModelTesterConfig)]
     without_addresses = re.sub(r" at 0x\w+", "", repr(said))
     return hashlib.sha256(without_addresses.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_of(cls: type) -> str:
+    """A class without its docstrings and comments."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, list[int]]:
@@ -118,6 +132,8 @@ def page(run: dict) -> str:
             figures.append(f"{max(errors):.1e}" if errors else "no")
         share = f"{row['replicated']:.1%}" if "replicated" in row else "no plan"
         lines.append(f"| `{name}` | {len(row['errors'])} | {' | '.join(figures)} | {share} | {row.get('heads', '')} |")
+    notes = {name: config.note for name, (config, _) in variants().items() if config.note is not None}
+    lines += ["", *(f"- `{name}`: {note}." for name, note in sorted(notes.items()))]
     lines += [
         "",
         f"`python utils/make_model_table.py --run`; {run['versions']['device']}, torch {run['versions']['torch']}, "

@@ -25,12 +25,20 @@ from diffusers_rocm.models.plans.plan import TensorParallelPlan, at  # noqa: E40
 
 
 # The names that the Linears of a feed-forward go by: up and down; gate, up and down.
-PAIRS = (("net.0.proj", "net.2"), ("linear_1", "linear_2"), ("fc1", "fc2"), ("proj_in", "proj_out"), ("ff.0", "ff.3"))
+PAIRS = (
+    ("net.0.proj", "net.2"),
+    ("linear_1", "linear_2"),
+    ("fc1", "fc2"),
+    ("proj_in", "proj_out"),
+    ("ff_in", "ff_out"),
+    ("ff.0", "ff.3"),
+)
 GATED = (
     ("w1", "w3", "w2"),
     ("linear_1", "linear_3", "linear_2"),
     ("gate_proj", "up_proj", "down_proj"),
     ("gate", "up", "down"),
+    ("gate_layer", "proj", "out"),
 )
 
 
@@ -56,6 +64,11 @@ def feed_forward(module: nn.Module) -> dict[str, str] | None:
     for gate, up, down in GATED:
         if all(features(module, name) for name in (gate, up, down)):
             return {gate: "column:mlp", up: "column:mlp", down: "row:mlp"}
+    if features(module, "proj_mlp") and features(module, "proj_out"):
+        if (
+            module.proj_out.in_features > module.proj_mlp.out_features
+        ):  # attention's output comes before the inner part
+            return {"proj_mlp": "column:mlp", "proj_out": "row:heads+mlp"}
     for up, down in PAIRS:
         wide, linear = features(module, up), features(module, down)
         if wide and linear:
@@ -70,7 +83,8 @@ def attention(module: nn.Module, heads: int) -> dict[str, str] | None:
     if not all(features(module, name) for name in ("to_q", "to_k", "to_v")):
         return None
     rules = {}
-    for name, style in building_blocks.JOINT_ATTENTION.items():
+    other_names = {"q_norm?": "head_norm", "k_norm?": "head_norm"}
+    for name, style in {**building_blocks.JOINT_ATTENTION, **other_names}.items():
         path = name.removesuffix("?")
         child = module.get_submodule(path) if name and _has(module, path) else None
         if not name and hasattr(module, "heads"):
@@ -99,7 +113,7 @@ def draft(model: nn.Module, count: str) -> tuple[dict[str, str], Counter[str]]:
         if path.startswith(covered):
             continue
         found = attention(module, model.config[count])
-        if found is None and path and re.search(r"\.\d+\.", path):
+        if found is None and path and re.search(r"\.\d+(\.|$)", path):
             found = feed_forward(module)
         if found is not None:
             rules |= at(pattern(model, path), found)
@@ -135,7 +149,14 @@ def main() -> int:
     size = 'config["attention_head_dim"]'
     if "attention_head_dim" not in model.config:
         width = next((m.to_q.out_features for m in model.modules() if features(m, "to_q")), model.config[count])
-        key = next((f'config["{key}"]' for key, value in model.config.items() if value == width), width)
+        key = next(
+            (
+                f'config["{key}"]'
+                for key, value in model.config.items()
+                if value == width and re.search("dim|size|channels|width", key)
+            ),
+            width,
+        )
         size = f'{key} // config["{count}"]'
     rules, whole = draft(model, count)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -106,8 +106,8 @@ def attention(
         cp: both axes of the layout as one.
         choose: the kernel to use.
         rotate_method: how keys and values go round under the computation. "p2p" passes parts of the sequence on and
-            holds two of them; "allgather" gathers some heads at a time, and holds three such groups. Short sequences, which hide nothing, are gathered
-            at once, and so are those with gradients.
+            holds two of them; "allgather" gathers some heads at a time, and holds three such groups. Short sequences,
+            which hide nothing, are gathered at once, and so are those with gradients.
 
     Returns:
         [B, S, H, D]

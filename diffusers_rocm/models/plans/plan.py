@@ -47,19 +47,21 @@ class TensorParallelPlan:
     def attributes(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:
         """Attribute of the module -> layout of what it counts, for `"heads=heads,inner_dim=heads"`, say.
 
-        Or, where it is a parameter, the layout of its first dim; one that the module lacks is left out.
+        Or, where it is a parameter, the layout of its first dim. One that the module lacks is left out, and so is a
+        parameter of one element, which all heads share.
         """
         shards = {}
         for each in layouts.split(","):
             name, _, layout = each.partition("=")
             if not name or not layout:
                 raise ValueError(f"{layouts!r} names no attributes of a {type(module).__name__}: 'heads=heads', say")
-            if getattr(module, name, None) is None:
+            value = getattr(module, name, None)
+            if value is None or isinstance(value, nn.Parameter) and value.numel() == 1:
                 continue
             if layout in self.heads:
                 shards[name] = self.head_shard(layout, config)
             else:
-                shards[name] = Shard(0, self.blocks(layout, getattr(module, name), config, world))
+                shards[name] = Shard(0, self.blocks(layout, value, config, world))
         return shards
 
     def slices(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:

@@ -10,6 +10,7 @@ TENSOR_PARALLEL_PLANS = {
         {
             **at("blocks.*.attn1", ATTENTION_OVER_ALL_HEADS),
             **at("blocks.*.attn2", ATTENTION_OVER_ALL_HEADS),
+            "blocks.*.attn1": "local:heads=heads,history_key_scale=scales",  # where the history is amplified
             **at("blocks.*.ffn", FEED_FORWARD),
             "condition_embedder.time_proj": "gather",
             "condition_embedder.time_embedder": ONE_ROW,
@@ -20,10 +21,9 @@ TENSOR_PARALLEL_PLANS = {
             "patch_long?": FEW_INPUTS,
             "proj_out": FEW_OUTPUTS,
         },
-        impossible={
-            "its scales of the history, one a head, have no rule (is_amplify_history)": lambda config: config[
-                "is_amplify_history"
-            ]
+        heads={
+            "heads": ("num_attention_heads", "attention_head_dim"),
+            "scales": ("num_attention_heads", 1),
         },
     )
 }

@@ -17,7 +17,7 @@ class PlanReport:
         full_bytes: all parameters and buffers of the model.
         rank_bytes: what each rank holds, in rank order.
         replicated_bytes: what every rank holds whole.
-        unexplained_bytes: the part of it that no rule gives a reason for.
+        unexplained: parameters and buffers of it that no rule gives a reason for -> bytes.
         reasons: path -> (bytes, why it is whole), from the plan's `replicate` rules.
         unused_rules: rules that match nothing, other than those marked as optional.
         unsharded_linears: Linears that no rule names.
@@ -28,10 +28,14 @@ class PlanReport:
     full_bytes: int
     rank_bytes: tuple[int, ...]
     replicated_bytes: int
-    unexplained_bytes: int
+    unexplained: dict[str, int]
     reasons: dict[str, tuple[int, str]]
     unused_rules: tuple[str, ...]
     unsharded_linears: tuple[str, ...]
+
+    @property
+    def unexplained_bytes(self) -> int:
+        return sum(self.unexplained.values())
 
     def __str__(self) -> str:
         largest, full = max(self.rank_bytes) / 1e9, self.full_bytes / 1e9
@@ -41,10 +45,23 @@ class PlanReport:
             f"replicated on every rank: {self.replicated_bytes / 1e6:.1f} MB, of which without a reason: "
             f"{self.unexplained_bytes / 1e6:.1f} MB",
         ]
-        lines += [f"  {path}: {size / 1e6:.1f} MB, {why}" for path, (size, why) in self.reasons.items()]
+        whole: dict[tuple[str, str], int] = {}
+        for path, (size, why) in self.reasons.items():
+            whole[_pattern(path), why] = whole.get((_pattern(path), why), 0) + size
+        lines += [f"  {path}: {size / 1e6:.1f} MB, {why}" for (path, why), size in whole.items()]
+        rest: dict[str, int] = {}
+        for path, size in self.unexplained.items():
+            rest[_pattern(path)] = rest.get(_pattern(path), 0) + size
+        largest_first = sorted(rest.items(), key=lambda item: -item[1])
+        lines += [f"  without a reason: {path}, {size / 1e6:.1f} MB" for path, size in largest_first if size >= 1e5]
         lines += [f"  rule that matches nothing: {rule}" for rule in self.unused_rules]
-        lines += [f"  Linear without a rule: {path}" for path in self.unsharded_linears]
+        lines += [f"  Linear without a rule: {path}" for path in dict.fromkeys(map(_pattern, self.unsharded_linears))]
         return "\n".join(lines)
+
+
+def _pattern(path: str) -> str:
+    """The path with `*` for the index of a block."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _nbytes(tensors) -> int:
@@ -96,6 +113,7 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
     # Norms within a head and the like are named by a rule too: what they hold is meant to be whole.
     changed = [each.module for each in placements if STYLES[each.style].becomes and each.style != "local_input"]
     named = {id(tensor) for module in changed for tensor in module.parameters()}
+    names = {id(x): path for path, x in (*model.named_parameters(), *model.named_buffers())}
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     return PlanReport(
         model=type(model).__name__,
@@ -103,7 +121,7 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
         full_bytes=_nbytes(tensors),
         rank_bytes=tuple(size + _nbytes(whole) for size in rank_bytes),
         replicated_bytes=_nbytes(whole),
-        unexplained_bytes=_nbytes(tensor for tensor in whole if id(tensor) not in explained | named),
+        unexplained={names[id(x)]: _nbytes([x]) for x in whole if id(x) not in explained | named},
         reasons=reasons,
         unused_rules=unused,
         unsharded_linears=tuple(path for path, module in linears if id(module.weight) not in cut | explained),

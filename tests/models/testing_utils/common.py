@@ -18,6 +18,8 @@ class BaseModelTesterConfig:
     repeated_block_count: int
     # Sharded parameters (patterns of their names) that cannot change the output, and why: a bias of keys, say.
     without_effect: Mapping[str, str] = {}
+    # What a reader of the errors has to know of how they were come by.
+    note: str | None = None
     # Inputs that are activations: of the model's dtype, and what gradients are asked of.
     floating_inputs = ("hidden_states", "encoder_hidden_states", "pooled_projections", "controlnet_cond")
     device = "cpu"

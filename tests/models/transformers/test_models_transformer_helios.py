@@ -42,6 +42,21 @@ class HeliosTransformerTesterConfig(BaseModelTesterConfig):
         }
 
 
+class HeliosAmplifiedTransformerTesterConfig(HeliosTransformerTesterConfig):
+    """Keys of the history have a scale for each head."""
+
+    scale_of = "per_head"
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "is_amplify_history": True, "history_scale_mode": self.scale_of}
+
+
+class HeliosAmplifiedAlikeTransformerTesterConfig(HeliosAmplifiedTransformerTesterConfig):
+    """Keys of the history have a scale for all heads."""
+
+    scale_of = "scalar"
+
+
 class HeliosWithoutHistoryTransformerTesterConfig(HeliosTransformerTesterConfig):
     """Without history: all tokens attend to the text."""
 
@@ -59,6 +74,16 @@ class HeliosWithoutHistoryTransformerTesterConfig(HeliosTransformerTesterConfig)
 
 
 class TestHeliosTransformer(HeliosTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestHeliosAmplifiedTransformer(HeliosAmplifiedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    pass
+
+
+class TestHeliosAmplifiedAlikeTransformer(
+    HeliosAmplifiedAlikeTransformerTesterConfig, PlanTesterMixin, unittest.TestCase
+):
     pass
 
 
