@@ -149,6 +149,15 @@ class TestStyles(unittest.TestCase):
         with pytest.raises(ValueError, match="nothing is at 'blocks"):
             resolve(Toy("torch"), TensorParallelPlan({"blocks.*.qkv": "column:heads"}), 2)
 
+    def test_rules_with_a_slip(self):
+        for style, message in (
+            ("colum:heads", "qkv: there is no style 'colum', only column, "),
+            ("local:heads", "'heads' names no attributes of a Linear"),
+            ("local:", "'' names no attributes of a Linear"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                resolve(Toy("torch"), TensorParallelPlan({"qkv": style}), 2)
+
     def test_module_that_a_style_cannot_take(self):
         model = Toy("torch")
         model.last = type("MyLinear", (nn.Linear,), {})(7, 9)

@@ -130,12 +130,16 @@ class TestPlans(unittest.TestCase):
         class Stranger(diffusers.FluxTransformer2DModel):
             parallel_plans_of = diffusers.SD3Transformer2DModel
 
+        class Misspelt(diffusers.FluxTransformer2DModel):
+            parallel_plans_of = "FluxTransformer2DModel"
+
         flux = diffusers.FluxTransformer2DModel
         for find in (get_tensor_parallel_plan, get_context_parallel_plan):
             assert find(Declared) is find(flux)
             for cls in (Undeclared, BelowDeclared):
                 assert "parallel_plans_of = FluxTransformer2DModel" in message_of(find, cls)
             assert "not among its base classes" in message_of(find, Stranger)
+            assert "= 'FluxTransformer2DModel', which is not among" in message_of(find, Misspelt)
 
     @parameterized.expand(sorted(VARIANTS))
     @unittest.skipIf(Version(diffusers.__version__) < Version("0.42"), "tiny models are made for the newest diffusers")

@@ -66,10 +66,9 @@ def get_context_parallel_plan(
 def _planned(cls: type[nn.Module]) -> str | None:
     """The name of the class of diffusers whose plans this one has; None for another class, even of the same name."""
     like = vars(cls).get("parallel_plans_of", cls)
-    if not issubclass(cls, like):
-        raise ValueError(
-            f"{cls.__name__} says parallel_plans_of = {like.__name__}, which is not among its base classes"
-        )
+    if not isinstance(like, type) or not issubclass(cls, like):
+        named = getattr(like, "__name__", repr(like))
+        raise ValueError(f"{cls.__name__} says parallel_plans_of = {named}, which is not among its base classes")
     return like.__name__ if like.__module__.partition(".")[0] == "diffusers" else None
 
 
