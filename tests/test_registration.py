@@ -20,7 +20,11 @@ from .testing_utils import run_ranks
 def snapshot() -> dict[str, dict[str, int]]:
     """The identity of every attribute of every class that is touched."""
     owners = {id(owner): owner for owner, _, _ in registration._touches()}
-    named = {getattr(owner, "__name__", index): owner for index, owner in enumerate(owners.values())}
+    # Several classes of diffusers have one name.
+    named = {
+        f"{owner.__module__}.{owner.__name__}" if isinstance(owner, type) else getattr(owner, "__name__", index): owner
+        for index, owner in enumerate(owners.values())
+    }
     return {
         name: {key: id(value) for key, value in (owner if isinstance(owner, dict) else vars(owner)).items()}
         for name, owner in named.items()
@@ -51,7 +55,8 @@ class TestRegistration(unittest.TestCase):
         changed = [
             (cls, name) for cls in touched for name in touched[cls] if touched[cls][name] != bare[cls].get(name)
         ]
-        assert len(changed) == len(list(registration._touches())) and ("ModelMixin", "enable_parallelism") in changed
+        assert len(changed) == len(list(registration._touches()))
+        assert (f"{ModelMixin.__module__}.ModelMixin", "enable_parallelism") in changed
         diffusers_rocm.unregister()
         assert snapshot() == bare
 
