@@ -112,9 +112,7 @@ def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -
     """
     send, receive = [0] * world, [0] * world
     send[(rank + 1) % world], receive[(rank - 1) % world] = x.numel(), incoming
-    received, process_group = x.new_empty(incoming), dist.distributed_c10d._resolve_process_group(group)
-    hop = functools.partial(dist.all_to_all_single, received, x, receive, send, group=process_group)
-    return _beside(hop, received)
+    return _begin_exchange(x, send, receive, group)
 
 
 def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str) -> Callable[[], torch.Tensor]:
@@ -127,11 +125,14 @@ def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str)
     """
     receive = [0 if index == rank else count for index, count in enumerate(incoming)]
     send = [0 if index == rank else x.numel() for index in range(len(incoming))]
+    return _begin_exchange(x.repeat(len(incoming) - 1), send, receive, group)
+
+
+def _begin_exchange(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> Callable[[], torch.Tensor]:
     received, process_group = x.new_empty(sum(receive)), dist.distributed_c10d._resolve_process_group(group)
-    everything = functools.partial(
-        dist.all_to_all_single, received, x.repeat(len(incoming) - 1), receive, send, group=process_group
+    return _beside(
+        functools.partial(dist.all_to_all_single, received, x, receive, send, group=process_group), received
     )
-    return _beside(everything, received)
 
 
 class _Copy(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.axis import Axis
-from ..hooks.tensor_parallel import resolve, shard_modules
+from ..hooks.tensor_parallel import resolve, shard_modules, sharded_modules
 from ..models.plans import get_tensor_parallel_plan
 from .stored_tensor import StoredTensor, checkpoint_entries, some, stored_tensors
 
@@ -111,6 +111,13 @@ def _load_sharded(
     for pattern in type(model)._keys_to_ignore_on_load_unexpected or ():
         unexpected = [key for key in unexpected if re.search(pattern, key) is None]
     return unexpected
+
+
+def shard_additions(model: nn.Module) -> None:
+    """Shard what was added, whole, to a model that is sharded: adapters; what has no plan's rule stays."""
+    if next(sharded_modules(model), None) is not None:
+        tp = model.parallelism.axes.tp
+        shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
 
 
 @torch.no_grad()

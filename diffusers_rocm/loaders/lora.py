@@ -21,9 +21,9 @@ from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..hooks.modulation import StepModulation
-from ..hooks.tensor_parallel import base_layer, resolve, shard_modules, sharded_modules, unshard_modules
+from ..hooks.tensor_parallel import base_layer, sharded_modules, unshard_modules
 from ..hooks.weight_agreement import first_difference
-from ..models.plans import get_tensor_parallel_plan
+from .load import shard_additions
 
 
 logger = logging.get_logger(__name__)
@@ -58,10 +58,8 @@ def _unshard_adapters(model: nn.Module) -> None:
 
 
 def _shard_adapters(model: nn.Module) -> None:
-    if next(sharded_modules(model), None) is not None:
-        tp = model.parallelism.axes.tp
-        shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
-        settle_lora_biases(model)
+    shard_additions(model)
+    settle_lora_biases(model)
 
 
 @contextmanager

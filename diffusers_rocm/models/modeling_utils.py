@@ -30,7 +30,7 @@ from ..hooks.tensor_parallel import (
 )
 from ..hooks.tensor_parallel_layers import ModulationLinear
 from ..hooks.weight_agreement import first_difference
-from ..loaders.load import sharded_loading
+from ..loaders.load import shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
 from ._modeling_parallel import OurConfig, TensorParallelConfig
@@ -282,10 +282,7 @@ def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
     @functools.wraps(original)
     def _load_ip_adapter_weights(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
-        parallelism = getattr(self, "parallelism", None)
-        if parallelism is not None and next(sharded_modules(self), None) is not None:
-            tp = parallelism.axes.tp
-            shard_modules(resolve(self, get_tensor_parallel_plan(type(self)), tp.size), tp)
+        shard_additions(self)
         return result
 
     return _load_ip_adapter_weights

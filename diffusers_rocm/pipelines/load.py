@@ -83,7 +83,7 @@ def load_pipeline(
             kwargs[name], modes[name] = load_text_encoder(
                 cls, folder / name, mode, axes.replica, here, torch_dtype, variant
             )
-            if text_encoders.get(name, "auto") == "auto" and axes.replica.size > 1:
+            if mode == "auto" and axes.replica.size > 1:
                 logger.info(f"{name} ({cls.__name__}): {modes[name]}")
     for name, (library, cls) in entries.items():
         if library == "diffusers" and name.startswith("transformer") and name not in kwargs:

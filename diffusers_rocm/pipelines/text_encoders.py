@@ -49,7 +49,7 @@ def load_text_encoder(
     """
     if mode not in TEXT_ENCODER_MODES:
         raise ValueError(f"text_encoders must be one of {', '.join(map(repr, TEXT_ENCODER_MODES))}; got {mode!r}")
-    if mode == "auto":
+    if mode == "auto" and axis.size > 1:
         mode = _fitting(cls, folder, axis, device, dtype, variant)
     if axis.size == 1 or mode == "replicate":
         with fail_together(f"load the {cls.__name__}", axis):

@@ -26,6 +26,7 @@ from ..models.testing_utils.variants import variants
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
 from ..testing_utils import relative_l2, run_ranks, slow
+from .testing_utils import elements_read
 
 
 FILE = "diffusion_pytorch_model.safetensors"
@@ -50,25 +51,15 @@ def whole_worker(config: BaseModelTesterConfig, folder: str, degrees: dict[str, 
     if reference.dtype != torch.float32:
         inputs = config.cast(inputs, reference.dtype)
     expected = config.get_output(reference, inputs)
-    read, read_slices = 0, StoredTensor.read
-
-    def counted(self, into, *args):
-        nonlocal read
-        read += into.numel()
-        read_slices(self, into, *args)
-
-    StoredTensor.read = counted
-    try:
+    with elements_read() as read:
         model = config.model_class.from_pretrained(folder, parallel_config=ParallelConfig(**degrees), **kwargs)
-    finally:
-        StoredTensor.read = read_slices
     kept = sum(tensor.numel() for tensor in model.state_dict().values())
     error = relative_l2(config.get_output(model, inputs), expected)
     is_sharded, training = next(sharded_modules(model), None) is not None, model.training
     model.disable_parallelism()
     return {
         "error": error,
-        "read": read,
+        "read": sum(read),
         "kept": kept,
         "sharded": is_sharded and not training,
         "restored": _same_state(model, _clone_state(reference)),

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.loaders.stored_tensor import StoredTensor
 from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder, load_whole_text_encoder
 from diffusers_rocm.models.plans.text_encoders import TEXT_ENCODER_PLANS
 from diffusers_rocm.pipelines import text_encoders
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.pipelines.text_encoders import load_text_encoder
 
+from ..loaders.testing_utils import elements_read
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import message_of, relative_l2, run_ranks
 
@@ -137,23 +137,13 @@ def encoded(model: PreTrainedModel) -> list[torch.Tensor]:
 def sharded_worker(name: str, folder: str) -> dict:
     cls, axis = getattr(transformers, name), Axis.of_all()
     wanted = encoded(load_whole_text_encoder(cls, Path(folder), torch.float32))
-    read, read_slices = 0, StoredTensor.read
-
-    def counted(self, into, *args):
-        nonlocal read
-        read += into.numel()
-        read_slices(self, into, *args)
-
-    StoredTensor.read = counted
-    try:
+    with elements_read() as read:
         model = load_sharded_text_encoder(cls, Path(folder), axis, torch.float32)
-    finally:
-        StoredTensor.read = read_slices
     tensors = {x.data_ptr(): x for x in model.state_dict().values()}  # words may have two names
     sharded = {path: module for path, module in model.named_modules() if hasattr(module, "sharding")}
     return {
         "errors": [relative_l2(x, y) for x, y in zip(encoded(model), wanted, strict=True)],
-        "read": read,
+        "read": sum(read),
         "held": sum(x.numel() for x in tensors.values()),
         "sharded": {path: module.weight.numel() for path, module in sharded.items() if hasattr(module, "weight")},
     }
