@@ -1,21 +1,18 @@
 """The text encoders of a pipeline on the ranks that share a picture: sharded, on the first rank alone, or on each."""
 
 import functools
-import importlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather_int64, all_gather_text, broadcast_from_first
+from ..distributed.collectives import all_gather_int64
 from ..hooks.around_call import AroundCall
 from ..loaders.text_encoder import (
     checkpoint_files,
@@ -24,6 +21,7 @@ from ..loaders.text_encoder import (
     load_whole_text_encoder,
     placements_of,
 )
+from .first_rank import answer_of_first_rank
 
 
 TEXT_ENCODER_MODES = ("auto", "shard", "first-rank", "replicate")
@@ -105,10 +103,7 @@ def _shell(cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype) -> PreT
 
 
 class FirstRankEncoder(AroundCall):
-    """The first rank of the axis encodes, the others receive: embeddings are small where encoders are large.
-
-    What a call answers must be made of tensors, lists and `ModelOutput`s; a cache of keys stays on the first rank.
-    """
+    """The first rank of the axis encodes, the others receive: embeddings are small where encoders are large."""
 
     def __init__(self, model: nn.Module, axis: Axis):
         super().__init__(model)
@@ -116,50 +111,4 @@ class FirstRankEncoder(AroundCall):
 
     @torch.no_grad()
     def around(self, call: Any, args: tuple, kwargs: dict) -> Any:
-        axis, output, tensors, text = self._axis, None, [], "{}"
-        with fail_together("encode the prompt", axis):
-            if axis.rank == 0:
-                output = call(*args, **kwargs)
-                text = json.dumps(_take_apart(output, tensors))
-        described = json.loads(all_gather_text(text, axis)[0])
-        if axis.rank > 0:
-            device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            _collect(described, tensors, device)
-        tensors = [broadcast_from_first(x, axis) for x in tensors]
-        return output if axis.rank == 0 else _put_together(described, tensors)
-
-
-def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` in the words of JSON, its tensors moved to a list."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"shape": [*value.shape], "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, ModelOutput):
-        items = {name: _take_apart(item, tensors) for name, item in value.items()}
-        return {"module": type(value).__module__, "class": type(value).__qualname__, "items": items}
-    if isinstance(value, (list, tuple)):
-        return [_take_apart(item, tensors) for item in value]
-    return value if isinstance(value, (int, float, str, bool)) else None
-
-
-def _collect(described: Any, tensors: list[Tensor], device: torch.device) -> None:
-    """Room for the tensors of a description, in their order."""
-    if isinstance(described, list):
-        for item in described:
-            _collect(item, tensors, device)
-    elif isinstance(described, dict) and "shape" in described:
-        tensors.append(torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]), device=device))
-    elif isinstance(described, dict):
-        _collect([*described["items"].values()], tensors, device)
-
-
-def _put_together(described: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(described, list):
-        return tuple(_put_together(item, tensors) for item in described)
-    if isinstance(described, dict) and "shape" in described:
-        return tensors.pop(0)
-    if not isinstance(described, dict):
-        return described
-    cls = getattr(importlib.import_module(described["module"]), described["class"])
-    assert issubclass(cls, ModelOutput)
-    return cls(**{name: _put_together(item, tensors) for name, item in described["items"].items()})
+        return answer_of_first_rank("encode the prompt", call, args, kwargs, self._axis)

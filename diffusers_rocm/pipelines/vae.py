@@ -21,6 +21,7 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, all_gather_stacked, broadcast_from_first
 from ..hooks.around_call import AroundCall
 from ..hooks.stand_in import stands_in_for
+from .first_rank import answer_of_first_rank
 
 
 VAE_MODES = ("replicate", "first-rank", "tile")
@@ -132,18 +133,7 @@ class FirstRankVAE(SharedVAE):
     """The first rank of the axis decodes, the others receive."""
 
     def _decode(self, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> DecoderOutput | tuple[Tensor]:
-        axis, sample, row = self._axis, None, torch.zeros(1 + _ROW, dtype=torch.int64)
-        with fail_together("decode", axis):
-            if axis.rank == 0:
-                output = call(*args, **kwargs)
-                sample = output[0]
-                row = torch.cat([torch.tensor([isinstance(output, tuple)]), _describe(sample)])
-        row = broadcast_from_first(row, axis)
-        if sample is None:
-            dtype, shape = _read(row[1:])
-            sample = torch.empty(shape, dtype=dtype, device=next(iter(_tensors(args, kwargs).values())).device)
-        sample = broadcast_from_first(sample, axis)
-        return (sample,) if row[0] else DecoderOutput(sample=sample)
+        return answer_of_first_rank("decode", call, args, kwargs, self._axis)
 
 
 class TiledVAE(SharedVAE):
