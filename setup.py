@@ -8,7 +8,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "([^"]+)"', (here / "diffusers_rocm" / "__init__.py").read_text()).group(1)
 
 extras = {
-    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", "peft", "imageio", "imageio-ffmpeg", "ftfy"],
+    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", "peft", "torchao", "imageio", "imageio-ffmpeg", "ftfy"],
     "video": ["imageio", "imageio-ffmpeg", "ftfy"],
     "quality": ["ruff"],
     "bench": ["matplotlib"],

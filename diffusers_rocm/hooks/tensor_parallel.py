@@ -4,6 +4,7 @@ A plan names a style for each module; a style says which slices of its parameter
 becomes. The model's own, unmodified forward then runs on every rank. Nothing else happens: no DTensor, no hooks.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from ..distributed.axis import Axis
 from ..distributed.collectives import as_sent, broadcast_from_first
+from ..distributed.quantized import is_quantized, layouts, on_parts, parts, shard_of_part, take, with_parts
 from ..distributed.sharding import Block, Shard
 from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
@@ -137,7 +139,7 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
                 )
             blocks: tuple[Block, ...] = ()
             if style.weight_dim is not None:
-                if type(module.weight.data) is not torch.Tensor:
+                if type(module.weight.data) is not torch.Tensor and not is_quantized(module.weight):
                     raise ValueError(
                         f"the weight of {path} is a {type(module.weight.data).__name__} and cannot be cut: enable "
                         "parallelism on the unquantised model, then quantise its shards"
@@ -154,6 +156,17 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             if name in ("slices", "partial"):
                 shards = plan.slices(argument, module, model.config, world)
             short = [block for shard in shards.values() for block in shard.blocks if block.size // block.unit < world]
+            for key, shard in shards.items():
+                whole = getattr(module, key)
+                if is_quantized(whole):
+                    try:
+                        for part in parts(whole).values():
+                            shard_of_part(shard, part.shape, whole.shape)
+                    except ValueError as error:
+                        raise ValueError(
+                            f"the quantised {key} of {path} cannot be cut for tp={world}: {error}; enable parallelism "
+                            "on the unquantised model, then quantise its shards"
+                        ) from None
             if short:
                 raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
             placements.append(Placement(path, module, name, shards, local))
@@ -214,8 +227,10 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
         for name, shard in placement.shards.items():
             parameter = getattr(module, name)
             shapes[name], requires_grad[name] = parameter.shape, parameter.requires_grad
-            full = parameter.detach() if source is None else broadcast_from_first(parameter.detach(), source)
-            _set_parameter(module, name, shard.take(full, axis.rank, axis.size), parameter.requires_grad)
+            full = parameter.detach()
+            if source is not None:
+                full = on_parts(functools.partial(broadcast_from_first, axis=source), full)
+            _set_parameter(module, name, take(shard, full, axis.rank, axis.size), parameter.requires_grad)
         if placement.style in ("local", "local_input"):
             for name, shard in placement.local.items():
                 attributes[name] = getattr(module, name)
@@ -257,22 +272,53 @@ def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> tor
     sharding = module.sharding
     axis, shard, shape = sharding.axis, sharding.shards[name], sharding.shapes[name]
     local = getattr(module, name)
-    like = module.weight if local is None else local
-    full = like.new_empty(shape) if assemble else None
-    sources = range(axis.size) if shard.dim is not None else (0,)
-    for rank in sources:
+    if shard.dim is None:
+        like = module.weight if local is None else local
+        buffer = torch.empty(shape, dtype=like.dtype, device=axis.device)
+        if local is not None:
+            buffer.copy_(local.detach())
+        full = broadcast_from_first(buffer, axis).to(like.device)
+        return full if assemble else None
+    made_of = {}
+    for part_name, layout in layouts(local, shard, shape, axis).items():
+        part = parts(local.detach())[part_name]
+        made_of[part_name] = part if layout is None else _gather(part, layout, axis, assemble)
+    return with_parts(local, made_of, shape) if assemble else None
+
+
+def _gather(local: torch.Tensor, shard: Shard, axis: Axis, assemble: bool) -> torch.Tensor | None:
+    shape = list(local.shape)
+    shape[shard.dim] = sum(shard.sizes(axis.size))
+    full = local.new_empty(shape) if assemble else None
+    for rank in range(axis.size):
         if rank == axis.rank:
-            buffer = local.detach().to(axis.device).contiguous()
+            buffer = local.to(axis.device).contiguous()
         else:
-            part = shape if shard.dim is None else shard.local_shape(shape, rank, axis.size)
-            buffer = like.new_empty(part, device=axis.device)
+            buffer = local.new_empty(shard.local_shape(shape, rank, axis.size), device=axis.device)
         if axis.size > 1:
             dist.broadcast(as_sent(buffer), src=dist.get_global_rank(axis.group, rank), group=axis.group)
-        if assemble and shard.dim is None:
-            full.copy_(buffer)
-        elif assemble:
+        if assemble:
             shard.put(full, buffer, rank, axis.size)
     return full
+
+
+def check_can_be_whole(model: nn.Module) -> None:
+    """All ranks that share the model must call it.
+
+    Raises:
+        ValueError: shards that were quantised each by itself, which no whole weight is made of.
+    """
+    for path, module in model.named_modules():
+        for name, shard in getattr(getattr(module, "sharding", None), "shards", {}).items():
+            if shard.dim is None:
+                continue
+            try:
+                layouts(getattr(module, name), shard, module.sharding.shapes[name], module.sharding.axis)
+            except ValueError as error:
+                raise ValueError(
+                    f"the shards of {path}.{name} were quantised and cannot be made whole ({error}): load the model "
+                    "again, or quantise it before parallelism is enabled"
+                ) from None
 
 
 def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from ..distributed.agreement import agree, fingerprint
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
+from ..distributed.quantized import parts
 from .tensor_parallel import sharded_modules
 
 
@@ -22,7 +23,12 @@ def first_difference(model: nn.Module, axis: Axis, names: Collection[str] | None
     """
     cut = {id(getattr(module, name)) for module in sharded_modules(model) for name in module.sharding.shards}
     named = dict(model.named_parameters()) | dict(model.named_buffers())
-    tensors = {name: x for name, x in named.items() if id(x) not in cut and (names is None or name in names)}
+    tensors = {
+        f"{name}.{part}" if part else name: x
+        for name, whole in named.items()
+        if id(whole) not in cut and (names is None or name in names)
+        for part, x in parts(whole).items()
+    }
     agree("models", {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}, axis)
     if not tensors:
         return None

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from diffusers.quantizers.quantization_config import QuantizationMethod
 from torch import Tensor, nn
 
 from ..distributed.axis import Axis
@@ -53,7 +54,7 @@ def wrap_load_pretrained_model(original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def _load_pretrained_model(cls, model, state_dict, resolved_model_file, name_or_path, loaded_keys, **kwargs):
         tp = _tp.get()
-        if tp is None:
+        if tp is None or _holds_quantized(kwargs.get("hf_quantizer")):
             return original.__func__(cls, model, state_dict, resolved_model_file, name_or_path, loaded_keys, **kwargs)
         if state_dict is None:
             state_dict = {name: x for file in resolved_model_file for name, x in stored_tensors(file).items()}
@@ -99,18 +100,31 @@ def _load_sharded(
     name = type(model).__name__
     if not low_cpu_mem_usage:
         raise ValueError("low_cpu_mem_usage=False builds the whole model on every rank; leave it out")
-    if hf_quantizer is not None:
-        raise ValueError(f"a {name} that is quantised cannot be cut: load it unquantised, then quantise its shards")
+    if hf_quantizer is not None and not _is_torchao(hf_quantizer):
+        method = getattr(hf_quantizer.quantization_config.quant_method, "value", "?")
+        raise ValueError(
+            f"weights of {method} cannot be cut: for a {name} over ranks, load the unquantised checkpoint with "
+            "torchao's quantisation, TorchAoConfig(Int8WeightOnlyConfig()), say"
+        )
     if device_map is not None and set(device_map) != {""}:
         raise ValueError(f"a {name} that is sharded over ranks is on one device each: device_map={{'': device}}")
     device = torch.device((device_map or {"": "cpu"})[""])
     shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
     wanted = {key: (module, attribute) for key, module, attribute in checkpoint_entries(model)}
-    fill(model, wanted, checkpoint, tp, dtype, keep_in_fp32_modules or (), device)
+    fill(model, wanted, checkpoint, tp, dtype, keep_in_fp32_modules or (), device, hf_quantizer)
     unexpected = [key for key in checkpoint if key not in wanted]
     for pattern in type(model)._keys_to_ignore_on_load_unexpected or ():
         unexpected = [key for key in unexpected if re.search(pattern, key) is None]
     return unexpected
+
+
+def _is_torchao(quantizer: Any) -> bool:
+    return quantizer.quantization_config.quant_method == QuantizationMethod.TORCHAO
+
+
+def _holds_quantized(quantizer: Any) -> bool:
+    """Does the checkpoint hold what torchao has quantised? diffusers reads it, whole, and it is cut then."""
+    return quantizer is not None and quantizer.pre_quantized and _is_torchao(quantizer)
 
 
 def shard_additions(model: nn.Module) -> None:
@@ -129,6 +143,7 @@ def fill(
     dtype: torch.dtype | None,
     keep_in_fp32_modules: Sequence[str],
     device: torch.device,
+    quantizer: Any = None,
 ) -> None:
     """Give each tensor of a model without weights, sharded or not, its values: what this rank keeps of them.
 
@@ -136,6 +151,7 @@ def fill(
         wanted: name in the checkpoint -> the module and the attribute that it is for.
         dtype: of tensors with floating point; None keeps the model's.
         keep_in_fp32_modules: parts of names whose tensors are in float32 all the same.
+        quantizer: diffusers', which makes of each weight that it is for a quantised one, before the next is read.
 
     Raises:
         ValueError: a tensor that the checkpoint lacks, or has in another shape.
@@ -164,6 +180,9 @@ def fill(
             source.read(tensor, 0, [(0, shape[0] if shape else 0)])
         else:
             source.read(tensor, shard.dim, shard.runs(tp.rank, tp.size))
+        if quantizer is not None and quantizer.check_if_quantized_param(model, tensor, key, {}):
+            quantizer.create_quantized_param(model, tensor, key, device, {}, [])
+            continue
         if isinstance(was, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=was.requires_grad)
         setattr(module, attribute, tensor)

@@ -15,6 +15,7 @@ from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
+from ..distributed.quantized import is_quantized, parts
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import attention_modules, split_sequences
 from ..hooks.group_offload import check_weights_are_here, regroup
@@ -23,6 +24,7 @@ from ..hooks.sequence_split import SequenceSplit, SplitProcessor
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
     base_layer,
+    check_can_be_whole,
     resolve,
     shard_modules,
     sharded_modules,
@@ -163,7 +165,8 @@ def _broadcast_unsharded(model: nn.Module, sharded: set[int], axis: Axis) -> Non
         if id(module) in sharded:
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.copy_(broadcast_from_first(tensor, axis))
+            for part in parts(tensor).values():
+                part.copy_(broadcast_from_first(part, axis))
 
 
 def _ours(config: Any) -> OurConfig | None:
@@ -214,6 +217,7 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
         is_sharded = next(sharded_modules(self), None) is not None
         if is_sharded:
             check_weights_are_here(self, "they cannot be made whole; load the model again")
+            check_can_be_whole(self)
         while self.parallelism.hooks:
             self.parallelism.hooks.pop().remove()
         if is_sharded:
@@ -232,6 +236,8 @@ def wrap_save_pretrained(original: Callable) -> Callable:
         if parallelism is None or parallelism.axes.world.size == 1:
             return original(self, save_directory, *args, **kwargs)
         check_weights_are_here(self, "save the model before group offloading")
+        if any(is_quantized(parameter) for parameter in self.parameters()):
+            raise ValueError(f"this {type(self).__name__} is quantised: call disable_parallelism(), then save it")
         return save_checkpoint(self, save_directory, *args, **kwargs)
 
     return save_pretrained
@@ -269,10 +275,10 @@ def wrap_fuse_projections(original: Callable) -> Callable:
     @functools.wraps(original)
     def fuse_projections(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
-        for fused, parts in fusions.items():
+        for fused, names in fusions.items():
             plain = hasattr(self, fused) and not hasattr(getattr(self, fused), "sharding")
-            if plain and hasattr(base_layer(getattr(self, parts[0])), "sharding"):
-                adopt_fused_projection(self, fused, parts)
+            if plain and hasattr(base_layer(getattr(self, names[0])), "sharding"):
+                adopt_fused_projection(self, fused, names)
         return result
 
     return fuse_projections

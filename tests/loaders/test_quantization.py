@@ -1,0 +1,298 @@
+"""torchao's quantisation of parallel models: of whole weights that are cut, of shards, and of what is being loaded."""
+
+import copy
+import math
+import tempfile
+import unittest
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+from diffusers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from packaging.version import Version
+from parameterized import parameterized
+from torch import nn
+
+import diffusers_rocm
+from diffusers_rocm import ParallelConfig, TensorParallelConfig
+from diffusers_rocm.distributed.quantized import is_quantized, parts, shard_of_part, take
+from diffusers_rocm.distributed.sharding import Block, Shard
+from diffusers_rocm.registration import DTYPE_ARGUMENT
+
+from ..models.testing_utils.common import BaseModelTesterConfig
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_sd3 import SD3TransformerTesterConfig
+from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
+from ..testing_utils import message_of, relative_l2, run_ranks
+from .testing_utils import elements_read
+
+
+torchao = pytest.importorskip("torchao", minversion="0.15.0")
+
+from torchao.quantization import (  # noqa: E402
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    quantize_,
+)
+
+
+# How much further from float32 a parallel model may be than the quantised model of one process.
+QUALITY_BAR = 1.1
+
+KINDS = {
+    "int8": Int8WeightOnlyConfig(version=2),
+    "int8 dynamic": Int8DynamicActivationInt8WeightConfig(version=2),
+    "fp8": Float8WeightOnlyConfig(),
+    "int4 by groups": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
+}
+# Activations are rounded too: a last bit that another order of a sum changes moves one over to the next integer.
+DYNAMIC = ("int8 dynamic",)
+
+CONFIGS = {
+    "flux": FluxTransformerTesterConfig,
+    "wan": WanTransformerTesterConfig,
+    "sd3": SD3TransformerTesterConfig,
+}
+OTHERS = {
+    "quanto": (QuantoConfig, {"weights_dtype": "int8"}, "quanto.QuantoQuantizer"),
+    "bitsandbytes": (BitsAndBytesConfig, {"load_in_8bit": True}, "bitsandbytes.BnB8BitDiffusersQuantizer"),
+}
+
+MESHES = ({"tp": 2}, {"ulysses": 2}, {"ulysses": 2, "tp": 2})
+CASES = [(name, kind, {"tp": 2}) for name in CONFIGS for kind in KINDS if (name, kind) != ("wan", "int4 by groups")]
+CASES += [("flux", kind, degrees) for kind in KINDS for degrees in MESHES[1:]]
+
+
+def quantize(model: nn.Module, kind: str) -> nn.Module:
+    """The same Linears of a whole model and of a sharded one."""
+
+    def is_taken(module: nn.Module, path: str) -> bool:
+        if not isinstance(module, nn.Linear) or path == "proj_out":
+            return False
+        whole = module.sharding.shapes["weight"] if hasattr(module, "sharding") else module.weight.shape
+        return "groups" not in kind or whole[1] % 8 == 0
+
+    quantize_(model, KINDS[kind], is_taken)
+    return model
+
+
+def same_parts(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = parts(a), parts(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def held(model: nn.Module) -> int:
+    """Bytes of the weights, as they are held."""
+    return sum(part.nbytes for x in model.parameters() for part in parts(x).values())
+
+
+def errors(exact: torch.Tensor, reference: torch.Tensor, output: torch.Tensor) -> dict[str, float]:
+    """Of the parallel model from float32, of the quantised one of one process from that, and between the two."""
+    pairs = {"error": (output, exact), "own": (reference, exact), "distance": (output, reference)}
+    return {name: relative_l2(*pair) for name, pair in pairs.items()}
+
+
+def over_weights(results: list[dict]) -> dict:
+    """The root mean square of the errors with several random weights: a single one's roundings add up by chance."""
+    rms = {name: sum(each[name] ** 2 for each in results) ** 0.5 for name in ("error", "own", "distance")}
+    return results[0] | {name: value / len(results) ** 0.5 for name, value in rms.items()}
+
+
+@torch.no_grad()
+def worker(config: BaseModelTesterConfig, kind: str, degrees: dict[str, int], when: str, differ: bool = False) -> dict:
+    seeds = range(4 if when == "after" else 1)
+    return over_weights([one(config, kind, degrees, when, differ, seed) for seed in seeds])
+
+
+def one(config: BaseModelTesterConfig, kind: str, degrees: dict, when: str, differ: bool, seed: int) -> dict:
+    inputs, model = config.get_inputs(1), config.get_model(seed)
+    exact = config.get_output(model, inputs)
+    whole = quantize(copy.deepcopy(model), kind)
+    reference = config.get_output(whole, inputs)
+    if when == "before":
+        model = copy.deepcopy(whole)
+    if differ and torch.distributed.get_rank() > 0:
+        model = quantize(config.get_model(seed + 1), kind)
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    if when == "after":
+        quantize(model, kind)
+    output = config.get_output(model, inputs)
+    result = errors(exact, reference, output) | {
+        "quantized": sum(map(is_quantized, model.parameters())),
+        "held": held(model) / held(whole),
+        "saved": message_of(model.save_pretrained, "nowhere"),
+    }
+    try:
+        model.disable_parallelism()
+    except ValueError as error:
+        assert torch.equal(config.get_output(model, inputs), output)  # nothing was changed
+        return result | {"whole": str(error)}
+    now = dict(model.named_parameters())
+    same = all(same_parts(x, now[name]) for name, x in whole.named_parameters())
+    return result | {"whole": same and torch.equal(config.get_output(model, inputs), reference)}
+
+
+@torch.no_grad()
+def load_worker(config: BaseModelTesterConfig, kind: str, folders: list[str], degrees: dict[str, int]) -> dict:
+    return over_weights([_load(config, kind, folder, degrees) for folder in folders])
+
+
+def _load(config: BaseModelTesterConfig, kind: str, folder: str, degrees: dict[str, int]) -> dict:
+    inputs, dtype = config.get_inputs(1), {DTYPE_ARGUMENT: torch.float32}
+    model = config.model_class.from_pretrained(folder, **dtype)
+    exact = config.get_output(model, inputs)
+    quantization = TorchAoConfig(KINDS[kind], modules_to_not_convert=["proj_out", "x_embedder"])
+    whole = config.model_class.from_pretrained(folder, quantization_config=quantization, **dtype)
+    reference = config.get_output(whole, inputs)
+    with elements_read() as read:
+        loaded = config.model_class.from_pretrained(
+            folder, parallel_config=ParallelConfig(**degrees), quantization_config=quantization, **dtype
+        )
+    return errors(exact, reference, config.get_output(loaded, inputs)) | {
+        "quantized": [sum(map(is_quantized, each.parameters())) for each in (loaded, whole)],
+        "held": held(loaded) / held(whole),
+        "read": sum(read) / sum(x.numel() for x in model.parameters()),
+    }
+
+
+class TestQuantization(unittest.TestCase):
+    @parameterized.expand(CASES)
+    def test_before_enabling(self, name, kind, degrees):
+        """Cut, the weights are the very ones of one process."""
+        for result in run_ranks(math.prod(degrees.values()), worker, CONFIGS[name](), kind, degrees, "before"):
+            self.check_quality(result)
+            if kind not in DYNAMIC:
+                assert result["distance"] <= FLOAT32_BAR, result
+            assert result["whole"] is True, result
+            assert result["quantized"] > 10 and "disable_parallelism(), then save" in result["saved"], result
+            if "tp" in degrees:
+                assert result["held"] < 0.8, result  # the tiny models' norms and embeddings weigh much
+
+    @parameterized.expand(CASES)
+    def test_after_enabling(self, name, kind, degrees):
+        """Shards that are quantised have scales of their own, where rows are cut: no further off."""
+        for result in run_ranks(math.prod(degrees.values()), worker, CONFIGS[name](), kind, degrees, "after"):
+            self.check_quality(result)
+            if "tp" not in degrees or kind == "int4 by groups":  # groups are the same, cut or not
+                assert result["whole"] is True, result
+            else:
+                assert "quantised and cannot be made whole" in result["whole"], result
+
+    def check_quality(self, result):
+        assert result["own"] > 1e-3, result  # or nothing was quantised
+        assert result["error"] <= QUALITY_BAR * result["own"], result
+        assert result["distance"] <= QUALITY_BAR * result["own"], result
+
+    @parameterized.expand([({"tp": 2},), ({"ulysses": 2},)])
+    def test_weights_of_the_first_rank(self, degrees):
+        for result in run_ranks(2, worker, CONFIGS["flux"](), "int8", degrees, "before", True):
+            assert result["distance"] <= FLOAT32_BAR and result["whole"] is True, result
+
+    @parameterized.expand([(kind, degrees) for kind in KINDS for degrees in ({"tp": 2}, {"ulysses": 2, "tp": 2})])
+    def test_load(self, kind, degrees):
+        """Each slice is quantised as it is read."""
+        config = CONFIGS["flux"]()
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [f"{folder}/{seed}" for seed in range(4)]
+            for seed, each in enumerate(folders):
+                config.get_model(seed).save_pretrained(each)
+            for result in run_ranks(math.prod(degrees.values()), load_worker, config, kind, folders, degrees):
+                self.check_quality(result)
+                assert result["quantized"][0] == result["quantized"][1] > 10, result
+                assert result["held"] < 0.6 and result["read"] < 0.6, result
+
+    @unittest.skipIf(
+        Version(diffusers.__version__) < Version("0.42"), "older diffusers write no safetensors of torchao's tensors"
+    )
+    def test_load_what_was_quantized(self):
+        """diffusers reads it, and it is cut."""
+        config = CONFIGS["flux"]()
+        with tempfile.TemporaryDirectory() as folder:
+            config.get_model().save_pretrained(f"{folder}/plain")
+            quantization = TorchAoConfig(KINDS["int8"])
+            model = config.model_class.from_pretrained(f"{folder}/plain", quantization_config=quantization)
+            model.save_pretrained(f"{folder}/quantized")
+            for error in run_ranks(2, quantized_checkpoint_worker, config, f"{folder}/quantized"):
+                assert error <= FLOAT32_BAR, error
+
+    @parameterized.expand(OTHERS)
+    def test_other_methods_are_refused(self, method):
+        config = CONFIGS["flux"]()
+        with tempfile.TemporaryDirectory() as folder:
+            config.get_model().save_pretrained(folder)
+            for message in run_ranks(2, other_method_worker, config, folder, method):
+                assert f"weights of {method} cannot be cut" in message and "TorchAoConfig" in message, message
+
+    def test_groups_that_ranks_would_cut(self):
+        """Wan's feed-forward is dealt in fours here, and eights have a scale in common."""
+        for message in run_ranks(2, cut_groups_worker, CONFIGS["wan"]()):
+            assert "ffn.net.2 cannot be cut for tp=2: 8 elements have a scale in common, and ranks keep" in message
+
+
+@torch.no_grad()
+def quantized_checkpoint_worker(config: BaseModelTesterConfig, folder: str) -> float:
+    inputs = config.get_inputs(1)
+    dtype = {DTYPE_ARGUMENT: torch.float32}
+    reference = config.get_output(config.model_class.from_pretrained(folder, **dtype), inputs)
+    loaded = config.model_class.from_pretrained(folder, parallel_config=TensorParallelConfig(tp=2), **dtype)
+    assert sum(map(is_quantized, loaded.parameters())) > 10
+    return relative_l2(config.get_output(loaded, inputs), reference)
+
+
+@torch.no_grad()
+def other_method_worker(config: BaseModelTesterConfig, folder: str, method: str) -> str:
+    """Their packages need not be here."""
+    cls, arguments, path = OTHERS[method]
+    with (
+        mock.patch(f"diffusers.quantizers.{path}.validate_environment"),
+        mock.patch(f"diffusers.quantizers.{path}._process_model_before_weight_loading"),
+        mock.patch(f"diffusers.quantizers.{path}.update_device_map", new=lambda self, device_map: device_map),
+    ):
+        return message_of(
+            config.model_class.from_pretrained,
+            folder,
+            parallel_config=TensorParallelConfig(tp=2),
+            quantization_config=cls(**arguments),
+        )
+
+
+@torch.no_grad()
+def cut_groups_worker(config: BaseModelTesterConfig) -> str:
+    model = quantize(config.get_model(), "int4 by groups")
+    return message_of(model.enable_parallelism, config=TensorParallelConfig(tp=2))
+
+
+class TestQuantizedParts(unittest.TestCase):
+    @parameterized.expand(KINDS)
+    def test_cut(self, kind):
+        torch.manual_seed(0)
+        weight = quantize(nn.Sequential(nn.Linear(96, 160)), kind)[0].weight
+        for dim, unit in ((0, 16), (1, 16)):
+            blocks = (Block(weight.shape[dim] - 32, unit), Block(32, unit))
+            shard = Shard(dim, blocks)
+            for rank in range(2):
+                local = take(shard, weight, rank, 2)
+                assert type(local) is type(weight) and all(x.is_contiguous() for x in parts(local).values())
+                assert torch.equal(local.dequantize(), shard.take(weight.dequantize(), rank, 2))
+
+    def test_groups_are_not_cut(self):
+        whole, shape = (160, 6), (160, 96)  # groups of 16
+        assert shard_of_part(Shard(1, (Block(96, 32),)), whole, shape) == Shard(1, (Block(6, 2),))
+        message = message_of(shard_of_part, Shard(1, (Block(96, 8),)), whole, shape)
+        assert "16 elements have a scale in common, and ranks keep multiples of 8" in message
+
+    def test_other_kinds_are_refused(self):
+        class PackedTensor(torch.Tensor):
+            pass
+
+        model = CONFIGS["flux"]().get_model()
+        linear = model.transformer_blocks[0].attn.to_q
+        packed = linear.weight.detach().as_subclass(PackedTensor)
+        linear.weight = nn.Parameter(packed, requires_grad=False)
+        message = message_of(diffusers_rocm.verify_plan, model, 2)
+        assert "transformer_blocks.0.attn.to_q is a PackedTensor and cannot be cut" in message, message
