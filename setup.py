@@ -7,12 +7,15 @@ from setuptools import find_packages, setup
 here = Path(__file__).parent
 version = re.search(r'__version__ = "([^"]+)"', (here / "diffusers_rocm" / "__init__.py").read_text()).group(1)
 
+video = ["imageio", "imageio-ffmpeg", "ftfy"]
+quantization = ["torchao>=0.15", "peft"]
+
 extras = {
-    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", "peft", "torchao", "imageio", "imageio-ffmpeg", "ftfy"],
-    "video": ["imageio", "imageio-ffmpeg", "ftfy"],
+    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", *quantization, *video],
+    "video": video,
     "quality": ["ruff"],
     "bench": ["matplotlib"],
-    "quantization": ["torchao", "peft"],
+    "quantization": quantization,
 }
 
 setup(

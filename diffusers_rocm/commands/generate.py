@@ -17,7 +17,9 @@ from ..distributed.launching import check_port, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.rank_guard import RANK_CHECKS
 from ..pipelines.generation import GenerationRequest, generate
+from ..pipelines.load import OFFLOADS
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
+from ..pipelines.quantization import QUANTIZATIONS, check_quantization
 from ..pipelines.text_encoders import TEXT_ENCODER_MODES
 from ..pipelines.vae import VAE_MODES
 
@@ -36,6 +38,11 @@ AXES_HELP = {
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser("generate", help="make pictures or videos from prompts")
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument("--prompts-file", type=Path, help="a UTF-8 text file with one prompt a line")
     parser.add_argument("--negative-prompt")
@@ -65,10 +72,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="how the ranks that share a picture hold them: each a part, the first all, each all, or what fits",
     )
     parser.add_argument(
-        "--staged",
-        action=argparse.BooleanOptionalAction,
-        help="models wait in the host's memory for their turn (default: if they would take half of the GPU's)",
+        "--offload",
+        default="auto",
+        choices=OFFLOADS,
+        help="what waits in the host's memory: models, layers, or (auto) models if they would take half of the GPU's",
     )
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="torchao's, of the denoiser's weights")
     parser.add_argument(
         "--vae",
         default="first-rank",
@@ -81,7 +90,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
     parser.add_argument("--timeout", type=float, default=10.0, help="minutes for which a rank waits for the others")
     parser.add_argument("--port", type=int, default=0, help="for the ranks to meet on (default: any free one)")
-    return parser
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
@@ -173,6 +181,8 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         raise ValueError(f"--timeout must be a number of minutes above 0; got {args.timeout}")
     if args.lora is not None:
         check_lora(args.lora)
+    if args.quantization is not None:
+        check_quantization(args.quantization)
     if not under_torchrun():  # a rank finds its own launcher on the port
         check_port(args.port)
     check_writable(args.out)
@@ -197,7 +207,8 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         fps=args.fps,
         rank_check=args.rank_check,
         text_encoders=args.text_encoders,
-        staged=args.staged,
+        offload=args.offload,
+        quantization=args.quantization,
         vae=args.vae,
         vae_tiling=args.vae_tiling,
         vae_slicing=args.vae_slicing,

@@ -31,6 +31,7 @@ from ..models._modeling_parallel import ParallelConfig
 from .contact_sheet import contact_sheet
 from .load import load_pipeline
 from .model_folder import ModelFolder
+from .quantization import torchao_config
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class GenerationRequest:
     compile: bool = False
     rank_check: str = "first"
     text_encoders: str = "auto"
-    staged: bool | None = None
+    offload: str = "auto"
+    quantization: str | None = None
     vae: str = "first-rank"
     vae_tiling: bool = False
     vae_slicing: bool = False
@@ -88,7 +90,8 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
         # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.
         vae="replicate" if request.vae == "first-rank" else request.vae,
         rank_check=request.rank_check,
-        staged=request.staged,
+        offload=request.offload,
+        quantization_config=None if request.quantization is None else torchao_config(request.quantization),
         device=request.device,
         pipeline=ModelFolder(request.model).pipeline(request.image is not None),
     )

@@ -8,18 +8,21 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.utils import logging
 from torch import nn
 
 from ..distributed import init
 from ..distributed.agreement import fail_together
+from ..distributed.quantized import parts
 from ..loaders.load import sharded_loading
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
 from .text_encoders import load_text_encoder
 
+
+OFFLOADS = ("auto", "none", "model", "group")
 
 logger = logging.get_logger(__name__)
 
@@ -31,15 +34,13 @@ def load_pipeline(
     text_encoders: str | Mapping[str, str] = "auto",
     vae: str = "replicate",
     rank_check: str = "first",
-    staged: bool | None = None,
+    offload: str = "auto",
+    quantization_config: TorchAoConfig | PipelineQuantizationConfig | None = None,
     device: str | None = None,
     pipeline: type = DiffusionPipeline,
     **kwargs: Any,
 ) -> DiffusionPipeline:
     """A parallel pipeline, each rank reading what it keeps of the denoisers and, where they are sharded, the encoders.
-
-    Staged, a component is on the device while it works, and waits in the host's memory otherwise: the peak on the
-    device is that of the largest stage (encoding, denoising, decoding), not of all together. On a CPU nothing moves.
 
     Args:
         model: a local folder of a diffusers pipeline, or the id of one on the Hub.
@@ -50,7 +51,12 @@ def load_pipeline(
             all. `"auto"` takes what fits with the least traffic: the last, else the second, else the first; the choice
             is logged, and is in the pipeline's `text_encoder_modes`. A mapping says it by the component's name.
         vae, rank_check: as of `parallelize`.
-        staged: by default where all components' weights would take more than half of the device's memory.
+        offload: what waits in the host's memory. `"model"`: components, each on the device while it works, so that the
+            peak there is that of the largest stage (encoding, denoising, decoding), not of all together; `"group"`:
+            layers; `"none"`. `"auto"` is `"model"` where all weights would take more than half of the device's memory,
+            else `"none"`. On a CPU nothing moves.
+        quantization_config: of the denoisers, each slice quantised as it is read, on the device; or diffusers' mapping
+            of the components' names to such.
         device: `"cuda"` or `"cpu"`; by default what there is.
         pipeline: its class, where it is not to be the folder's own (`FluxImg2ImgPipeline`, say).
         kwargs: for the `from_pretrained` of that: components in place of those in the folder, `variant`, ...
@@ -59,9 +65,11 @@ def load_pipeline(
         The pipeline, to be called on every rank with the same arguments.
 
     Raises:
-        ValueError: what `parallelize` or the loading of a component cannot have.
+        ValueError: what `parallelize` or the loading of a component cannot have; another component to be quantised.
         RuntimeError: another rank failed.
     """
+    if offload not in OFFLOADS:
+        raise ValueError(f"offload must be one of {', '.join(OFFLOADS)}; got {offload!r}")
     here = init(device)
     axes, folder, variant = parallel_config.axes(), _local(model, kwargs), kwargs.get("variant")
     index = json.loads((folder / "model_index.json").read_text())
@@ -76,6 +84,7 @@ def load_pipeline(
     unknown = [name for name in text_encoders if name not in encoders]
     if unknown:
         raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
+    quantized = _quantized(quantization_config, entries)
     modes = {}
     for name, cls in encoders.items():
         if name not in kwargs:
@@ -87,23 +96,47 @@ def load_pipeline(
                 logger.info(f"{name} ({cls.__name__}): {modes[name]}")
     for name, (library, cls) in entries.items():
         if library == "diffusers" and name.startswith("transformer") and name not in kwargs:
+            how = {DTYPE_ARGUMENT: torch_dtype}
+            if name in quantized:
+                how |= {"quantization_config": quantized[name], "device_map": {"": here}}
             with fail_together(f"load the {cls}", axes.world), sharded_loading(axes.tp):
                 kwargs[name] = getattr(diffusers, cls).from_pretrained(
-                    folder, subfolder=name, variant=variant, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}
+                    folder, subfolder=name, variant=variant, use_safetensors=True, **how
                 )
     with fail_together("load the rest of the pipeline", axes.world):
         pipe = pipeline.from_pretrained(folder, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
     parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae)
-    if staged is None and here.type != "cpu":
+    if offload == "auto" and here.type != "cpu":
         modules = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
-        size = sum(x.nbytes for each in modules for x in each.parameters())
-        staged = size > torch.get_device_module(here).mem_get_info(here)[1] / 2
-    if staged and here.type != "cpu":
+        size = sum(part.nbytes for each in modules for x in each.parameters() for part in parts(x).values())
+        offload = "model" if size > torch.get_device_module(here).mem_get_info(here)[1] / 2 else "none"
+    if offload == "model" and here.type != "cpu":
         pipe.enable_model_cpu_offload(device=here)
+    elif offload == "group" and here.type != "cpu":
+        pipe.enable_group_offload(here, offload_type="leaf_level", use_stream=True)
     else:
         pipe.to(here)
     return pipe
+
+
+def _quantized(
+    config: TorchAoConfig | PipelineQuantizationConfig | None, entries: Mapping[str, list[str]]
+) -> dict[str, TorchAoConfig]:
+    """What each denoiser is quantised by. Raises ValueError where anything else would be."""
+    denoisers = [name for name, (library, _) in entries.items() if library == "diffusers" and "transformer" in name]
+    if not isinstance(config, PipelineQuantizationConfig):
+        return {} if config is None else dict.fromkeys(denoisers, config)
+    found = {
+        name: config._resolve_quant_config(library == "diffusers", name)
+        for name, (library, _) in entries.items()
+        if library in ("diffusers", "transformers")
+    }
+    found = {name: each for name, each in found.items() if each is not None}
+    others = [name for name in found if name not in denoisers]
+    if others:
+        raise ValueError(f"of a parallel pipeline transformers can be quantised, not its {', '.join(others)}")
+    return found
 
 
 def _local(model: str | Path, kwargs: Mapping[str, Any]) -> Path:

@@ -1,0 +1,64 @@
+"""`diffusers-rocm bench`: what a run takes. `bench memory`: the peaks of each rank, stage by stage."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..distributed.launching import launch, under_torchrun
+from ..distributed.mesh import AXES
+from ..pipelines.generation import GenerationRequest
+from ..pipelines.memory import measure_memory, report
+from ..pipelines.random_pipeline import write_random_flux
+from . import generate
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser("bench", help="measure what a run takes")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    memory = kinds.add_parser("memory", help="peaks of memory, of each rank and stage, while one picture is made")
+    generate.add_arguments(memory)
+    memory.add_argument(
+        "--write-random-flux",
+        action="store_true",
+        help="first write a pipeline of FLUX.1-dev's size with random weights (34 GB) to --model, if it is not there",
+    )
+    memory.add_argument("--json", type=Path, help="also write what was measured to this file")
+    memory.set_defaults(steps=2)
+    return parser
+
+
+def check(args: argparse.Namespace) -> GenerationRequest:
+    """Raises ValueError."""
+    if args.json is not None:
+        generate.check_writable(args.json.parent)
+    if args.write_random_flux and not Path(args.model, "model_index.json").exists():
+        generate.check_writable(Path(args.model))
+        print(f"writing a pipeline of random weights to {args.model}", file=sys.stderr)
+        write_random_flux(Path(args.model))
+    if not args.prompt and args.prompts_file is None:
+        args.prompt = ["a red bicycle"]
+    return generate.check(args)
+
+
+@record
+def measure(request: GenerationRequest, file: Path | None) -> None:
+    measured = measure_memory(request)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(report(measured))
+        if file is not None:
+            file.write_text(json.dumps(measured, indent=1) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    world = math.prod(getattr(request, name) for name in AXES)
+    if world > 1 and not under_torchrun():
+        return launch(world, ["diffusers_rocm", *argv], port=args.port)
+    measure(request, args.json)
+    return 0

@@ -1,0 +1,123 @@
+"""How much memory each rank takes, of its device and of the host, by stage of a pipeline's run."""
+
+import resource
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from ..distributed import init
+from ..distributed.collectives import all_gather_int64
+from ..distributed.mesh import AXES
+from .generation import GenerationRequest, call_arguments, load, versions
+
+
+# Before anything is loaded; loading; what comes before the first step; all steps; what follows.
+STAGES = ("start", "load", "encode", "denoise", "decode")
+
+
+class StagePeaks:
+    """The peak bytes of each stage, on this rank's device and of this process: `peaks[stage] == (device, host)`.
+
+    Of the host what is resident counts, mapped files included. Where the system does not let a process forget its
+    peak (it has no Linux's `/proc/self/clear_refs`), a stage's is that of all stages so far.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device, self._stage = device, ""
+        self.peaks: dict[str, tuple[int, int]] = {}
+
+    def begin(self, stage: str) -> None:
+        if stage == self._stage:
+            return
+        self.end()
+        self._stage = stage
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).reset_peak_memory_stats()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            pass
+
+    def end(self) -> None:
+        if self._stage:
+            before = self.peaks.get(self._stage, (0, 0))
+            self.peaks[self._stage] = tuple(map(max, before, (self._device_peak(), self._host_peak())))
+        self._stage = ""
+
+    def _device_peak(self) -> int:
+        if self._device.type == "cpu":
+            return 0
+        module = torch.get_device_module(self._device)
+        module.synchronize()
+        return module.max_memory_allocated()
+
+    @staticmethod
+    def _host_peak() -> int:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def watch(self, pipe: DiffusionPipeline) -> None:
+        """Denoising begins with the first forward of a transformer, decoding with the VAE's `decode`."""
+        for name in ("transformer", "transformer_2"):
+            if getattr(pipe, name, None) is not None:
+                getattr(pipe, name).register_forward_pre_hook(lambda *_: self.begin("denoise"))
+        vae = getattr(pipe, "vae", None)
+        if vae is not None:
+            decode = vae.decode
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                self.begin("decode")
+                return decode(*args, **kwargs)
+
+            vae.decode = watched
+
+
+def measure_memory(request: GenerationRequest) -> dict[str, Any]:
+    """Make one picture or video, as `generate` does, and watch. All ranks get the peaks of all."""
+    device = init(request.device, timeout=timedelta(minutes=request.timeout))
+    peaks = StagePeaks(device)
+    peaks.begin("start")
+    peaks.begin("load")
+    pipe, axes = load(request, device)
+    if axes.world.rank > 0:
+        pipe.set_progress_bar_config(disable=True)
+    peaks.watch(pipe)
+    peaks.begin("encode")
+    decodes = request.vae != "first-rank" or axes.replica.rank == 0
+    pipe(
+        prompt=request.prompts[0],
+        generator=torch.Generator().manual_seed(0),
+        output_type="pil" if decodes else "latent",
+        **call_arguments(pipe, request),
+    )
+    peaks.end()
+    row = torch.tensor([peaks.peaks.get(stage, (0, 0)) for stage in STAGES]).flatten()
+    by_rank = all_gather_int64(row, axes.world).view(-1, len(STAGES), 2)
+    return {
+        "request": asdict(request),
+        "mesh": {name: getattr(axes, name).size for name in AXES},
+        "text_encoders": pipe.text_encoder_modes,
+        "peaks": {
+            stage: {"device": by_rank[:, index, 0].tolist(), "host": by_rank[:, index, 1].tolist()}
+            for index, stage in enumerate(STAGES)
+        },
+        "device": torch.get_device_module(device).get_device_name() if device.type != "cpu" else "CPU",
+        "versions": versions(),
+    }
+
+
+def report(measured: dict[str, Any]) -> str:
+    """A table: GiB of each rank."""
+    mesh = " x ".join(f"{name}={size}" for name, size in measured["mesh"].items() if size > 1) or "one rank"
+    lines = [f"{measured['request']['model']}, {mesh} on {measured['device']}: peak GiB, rank by rank"]
+    for stage, of in measured["peaks"].items():
+        cells = [" ".join(f"{value / 2**30:6.2f}" for value in of[where]) for where in ("device", "host")]
+        lines.append(f"{stage:8} device {cells[0]}   host {cells[1]}")
+    return "\n".join(lines)
