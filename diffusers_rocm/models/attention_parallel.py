@@ -26,6 +26,7 @@ from ..distributed.collectives import (
 )
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS, Kernel
+from .attention_merge import merge
 
 
 # Chooses a kernel for `q` [B, S, H, D] and a mask, and for whether the log-sum-exp is needed.
@@ -294,21 +295,6 @@ def _for_queries(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, from attention over each: `(out, lse)` in float32 (float64 for float64).
-
-    The weight of each is its share of the softmax' denominator, `sigmoid` of the difference of the two `lse`.
-
-    Args:
-        out: [B, S, H, D], overwritten if it is in that dtype already; part: [B, S, H, D].
-        lse, part_lse: [B, S, H]; -inf where there was no key.
-    """
-    out = out.to(torch.promote_types(out.dtype, torch.float32))
-    shares = (torch.sigmoid(lse - part_lse), torch.sigmoid(part_lse - lse))
-    kept, added = (share.nan_to_num(0)[..., None] for share in shares)  # neither has a key
-    return out.mul_(kept).addcmul_(part, added), torch.logaddexp(lse, part_lse)
-
-
 def _ring(
     q: Tensor,
     k: Tensor,
@@ -341,10 +327,11 @@ def _ring(
         part, part_lse = KERNELS[kernel](q, *_keys_of(message, q.shape[2]), columns, scale)
         if hop == world - 1:
             message = arrive = None  # both hold the last keys and values, and merging needs room
-        out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse)
+        into = q.new_empty(q.shape) if hop == world - 1 else None
+        out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse, into)
         if hop < world - 1:
             message = arrive().view(lengths[next_owner], *message.shape[1:])
-    return out.to(q.dtype).contiguous()
+    return out
 
 
 def _gathered(
@@ -386,7 +373,7 @@ def _gathered(
 
     coming = [begin(0), begin(1)]
     out, lse = KERNELS[kernel](q, *(_for_queries(x, q.shape[2]) for x in (k, v)), own, scale)
-    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    merged = q.new_empty(q.shape)
     for index, (low, high) in enumerate(bounds):
         message = coming.pop(0)()
         coming.append(begin(index + 2))
@@ -395,8 +382,8 @@ def _gathered(
         rows = others if others is None or others.shape[1] == 1 else others[:, heads]
         # No name for keys and values, which would keep this message beyond the next.
         part, part_lse = KERNELS[kernel](q[:, :, heads], *_keys_of(message, heads.stop - heads.start), rows, scale)
-        merge(out[:, :, heads], lse[..., heads], part, part_lse)  # in place
-    return out.to(q.dtype).contiguous()
+        merge(out[:, :, heads], lse[..., heads], part, part_lse, merged[:, :, heads])
+    return merged
 
 
 _ring_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring, mutates_args=())
