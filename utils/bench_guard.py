@@ -93,7 +93,7 @@ def main() -> None:
         pipe.transformer.compile_repeated_blocks(fullgraph=True)
     times: dict[str, list[float]] = {check: [] for check in RANK_CHECKS}
     guards: dict[str, list[float]] = {check: [] for check in RANK_CHECKS}
-    parts = [(rank_guard, "agree"), (rank_guard, "all_gather_int64"), (GuardedScheduler, "end_step")]
+    parts = [(rank_guard, "agree"), (GuardedScheduler, "end_step")]
     for turn in range(args.repeats + 1):
         for check in RANK_CHECKS:
             hooks = guard_ranks(pipe, [pipe.transformer], check)

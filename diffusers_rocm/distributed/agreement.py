@@ -1,9 +1,10 @@
 """Do all ranks hold the same values? One small exchange tells; where they do not, a second one says what differs."""
 
+import functools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +22,9 @@ from .collectives import all_gather_int64, all_gather_text
 ROUNDING, FEW = 0.03, 64
 
 
-def _place_weights() -> Tensor:
-    return torch.randint(-(2**62), 2**62, (1024,), generator=torch.Generator().manual_seed(0)) * 2 + 1
+@functools.cache
+def _place_weights(device: torch.device) -> Tensor:
+    return (torch.randint(-(2**62), 2**62, (1024,), generator=torch.Generator().manual_seed(0)) * 2 + 1).to(device)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -40,9 +42,20 @@ def fingerprint(tensor: Tensor) -> Tensor:
         data = data.clone()
     words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
     whole = words.numel() // 1024 * 1024
-    weights = _place_weights().to(words.device)
-    sums = torch.cat([(words[:whole].view(-1, 1024) * weights).sum(dim=1), words[whole:], rest.long()])
+    runs = words[:whole].view(-1, 1024) * _place_weights(words.device)
+    sums = torch.cat([runs.sum(dim=1), words[whole:], rest.long()])
     return (sums * (torch.arange(sums.numel(), device=sums.device) * 2 + 1)).sum()
+
+
+def fingerprints(tensors: Collection[Tensor]) -> list[int]:
+    """`fingerprint` of each; a device is waited for once."""
+    scalars = [fingerprint(x) for x in tensors]
+    found = [0] * len(scalars)
+    for device in {x.device for x in scalars}:
+        here = [index for index, x in enumerate(scalars) if x.device == device]
+        for index, value in zip(here, torch.stack([scalars[index] for index in here]).tolist(), strict=True):
+            found[index] = value
+    return found
 
 
 def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
@@ -56,13 +69,14 @@ def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
     """
     tensors = {name: x.detach() for name, x in values.items() if isinstance(x, Tensor)}
     others = {name: repr(x) for name, x in values.items() if not isinstance(x, Tensor)}
-    prints = torch.stack([fingerprint(x).cpu() for x in tensors.values()]).tolist() if tensors else []
+    prints = fingerprints(tensors.values())
     shapes = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
     digest = zlib.crc32(repr((shapes, prints, others)).encode())
     if len(all_gather_int64(torch.tensor([digest]), axis).unique()) == 1:
         return True
     described = {name: _describe(x, number) for (name, x), number in zip(tensors.items(), prints, strict=True)}
-    by_rank = [json.loads(text) for text in all_gather_text(json.dumps(described | others), axis)]
+    said = {name: (described | others)[name] for name in values}
+    by_rank = [json.loads(text) for text in all_gather_text(json.dumps(said), axis)]
     for name in dict.fromkeys(name for each in by_rank for name in each):
         seen = [each.get(name, "nothing") for each in by_rank]
         if any(not _same(seen[0], other) for other in seen[1:]):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .agreement import fingerprint
+from .agreement import fingerprints
 from .axis import Axis
 from .collectives import all_gather_int64
 from .sharding import Block, Shard
@@ -91,7 +91,7 @@ def layouts(local: Tensor, shard: Shard, shape: torch.Size, axis: Axis) -> dict[
         return {"": shard}
     made_of = parts(local)
     counts = [part.shape[shard.dim] if part.ndim == len(shape) else 1 for part in made_of.values()]
-    prints = [fingerprint(part).item() for part in made_of.values()]
+    prints = fingerprints(made_of.values())
     by_rank = all_gather_int64(torch.tensor([counts, prints]).flatten(), axis).view(axis.size, 2, -1)
     found = {}
     for index, name in enumerate(made_of):

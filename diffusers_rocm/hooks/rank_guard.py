@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from ..distributed import name_ranks
 from ..distributed.agreement import FEW, agree, leaves
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather, all_gather_int64, broadcast_from_first
+from ..distributed.collectives import all_gather, broadcast_from_first
 from .around_call import AroundCall
 from .stand_in import stands_in_for
 
+
+# Ranks tell each other after the first step, and then every so many, whether their latents were finite.
+STEPS_BETWEEN_LOOKS = 4
 
 RANK_CHECKS = ("first", "always", "off")
 
@@ -75,8 +78,9 @@ class GuardedScheduler:
 
     def __init__(self, scheduler: Any, axis: Axis, listeners: Sequence[InRun] = (), check: bool = True):
         self._scheduler, self.axis, self.listeners, self.check = scheduler, axis, listeners, check
-        self._steps: list[tuple[int, Tensor, torch.Event | None]] = []  # whose flags were not read yet
         self._count = 0
+        self._flags: list[Tensor] = []  # of steps that the other ranks were not told of
+        self._sent: list[tuple[int, Tensor, torch.Event | None]] = []  # the first step, and flags not read yet
         users = vars(scheduler).setdefault("guards", [])
         if not users:
             scheduler.__class__ = _guarded_class(type(scheduler))
@@ -93,11 +97,8 @@ class GuardedScheduler:
             self._scheduler.__class__ = type(self._scheduler).__base__
 
     def begin_run(self, scheduler: Any) -> None:
-        self._steps, self._count = [], 0
+        self._count, self._flags, self._sent = 0, [], []
         if self.check:
-            counts = all_gather_int64(torch.tensor([len(scheduler.timesteps)]), self.axis).flatten().tolist()
-            if len(set(counts)) > 1:
-                raise ValueError(f"the ranks were asked for different numbers of steps: {counts}")
             given = {name: getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
             # In parts that are few numbers, which must be equal: of many, some rounding is allowed.
             schedule = {
@@ -105,7 +106,7 @@ class GuardedScheduler:
                 for name, numbers in given.items()
                 for index, part in enumerate(torch.as_tensor(numbers).split(FEW) if numbers is not None else ())
             }
-            agree("schedules", schedule, self.axis)
+            agree("schedules", {"the number of steps": len(scheduler.timesteps)} | schedule, self.axis)
         for listener in self.listeners:
             listener.begin_run()
 
@@ -113,27 +114,33 @@ class GuardedScheduler:
         for listener in self.listeners:
             listener.end_step()
         if self.check:
-            finite = torch.isfinite(latents).all().to(torch.uint8)[None]
-            flags = all_gather(finite, (1,) * self.axis.size, self.axis)
-            arrived = None
-            if flags.device.type != "cpu":
-                # A device is not waited for: it says in the next step what was wrong in this one.
-                flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True).copy_(flags, non_blocking=True)
-                arrived = torch.get_device_module(latents.device).current_stream(latents.device).record_event()
-            self._steps.append((self._count, flags, arrived))
+            self._flags.append(torch.isfinite(latents).all())
             self._count += 1
             last = self._count >= len(scheduler.timesteps)
-            while len(self._steps) > (0 if last or arrived is None else 1):
-                self._look(*self._steps.pop(0))
+            if last or self._count == 1 or len(self._flags) == STEPS_BETWEEN_LOOKS:
+                self._send()
+            while self._sent and (last or self._sent[0][2] is None or len(self._sent) > 1):
+                self._look(*self._sent.pop(0))
         return broadcast_from_first(latents, self.axis)
 
-    def _look(self, step: int, finite: Tensor, arrived: torch.Event | None) -> None:
+    def _send(self) -> None:
+        flags, count = torch.stack(self._flags).to(torch.uint8), len(self._flags)
+        by_rank, arrived = all_gather(flags, (count,) * self.axis.size, self.axis), None
+        if by_rank.device.type != "cpu":
+            # A device is not waited for: what was wrong is said when the next flags are sent.
+            by_rank = torch.empty(by_rank.shape, dtype=torch.uint8, pin_memory=True).copy_(by_rank, non_blocking=True)
+            arrived = torch.get_device_module(flags.device).current_stream(flags.device).record_event()
+        self._sent.append((self._count - count, by_rank.view(self.axis.size, count), arrived))
+        self._flags = []
+
+    def _look(self, first: int, by_rank: Tensor, arrived: torch.Event | None) -> None:
         if arrived is not None:
             arrived.synchronize()
         ranks = dist.get_process_group_ranks(self.axis.group) if self.axis.group else [0]
-        wrong = [rank for rank, fine in zip(ranks, finite.tolist(), strict=True) if not fine]
-        if wrong:
-            raise FloatingPointError(f"step {step}: NaN or inf in the latents of {name_ranks(wrong)}")
+        for step, finite in enumerate(by_rank.T.tolist(), first):
+            wrong = [rank for rank, fine in zip(ranks, finite, strict=True) if not fine]
+            if wrong:
+                raise FloatingPointError(f"step {step}: NaN or inf in the latents of {name_ranks(wrong)}")
 
 
 @functools.cache

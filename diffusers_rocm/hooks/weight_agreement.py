@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from ..distributed.agreement import agree, fingerprint
+from ..distributed.agreement import agree, fingerprints
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..distributed.quantized import parts
@@ -32,6 +32,6 @@ def first_difference(model: nn.Module, axis: Axis, names: Collection[str] | None
     agree("models", {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}, axis)
     if not tensors:
         return None
-    rows = all_gather_int64(torch.stack([fingerprint(x).cpu() for x in tensors.values()]), axis)
+    rows = all_gather_int64(torch.tensor(fingerprints(tensors.values())), axis)
     differing = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
     return list(tensors)[differing[0]] if differing else None

@@ -30,7 +30,7 @@ IN_REPLICA = ON_ALL | {
     "prompt": INPUTS + r": encoder_hidden_states is \[1, 11, 32\] float32 \(.*\) on rank 0 and \[1, .*\) on rank 1$",
     "dtype of the prompt": INPUTS
     + r": hidden_states is \[.*\] float32 .* on rank 0 and \[.*\] bfloat16 .* on rank 1$",
-    "steps": r"asked for different numbers of steps: \[3, 4\]$",
+    "steps": r"different schedules: the number of steps is 3 on rank 0 and 4 on rank 1$",
     "resolution": INPUTS + r": hidden_states is \[1, 35, 16\] .* on rank 0 and \[1, 28, 16\] .* on rank 1$",
 }
 OF_REPLICAS = ON_ALL | {

@@ -58,11 +58,21 @@ def scheduler_errors_worker() -> dict:
     messages["timesteps"] = message_of(ValueError, scheduler.set_timesteps, 3, shift=0.5 * (rank == 2))
     messages["many timesteps"] = message_of(ValueError, scheduler.set_timesteps, 100, shift=1e-3 * (rank == 2))
     messages["sigmas"] = message_of(ValueError, scheduler.set_timesteps, 100, sigma=1 + 1e-3 * (rank == 1))
-    scheduler.set_timesteps(3)
-    scheduler.step(torch.ones(2))
-    bad = torch.tensor([1.0, torch.nan if rank == 1 else 2.0])
-    messages["nan"] = message_of(FloatingPointError, scheduler.step, bad)
-    messages["inf"] = message_of(FloatingPointError, scheduler.step, torch.full((2,), torch.inf))
+    bad, good = torch.tensor([1.0, torch.nan if rank == 1 else 2.0]), torch.ones(2)
+
+    def run(count: int, bad_at: int, bad: torch.Tensor) -> str:
+        """In which step it is said, and what."""
+        scheduler.set_timesteps(count)
+        for step in range(count):
+            try:
+                scheduler.step(bad if step == bad_at else good)
+            except FloatingPointError as error:
+                return f"{step} {error}"
+        return "nothing"
+
+    messages["first"] = run(12, 0, bad)
+    messages["nan"] = run(12, 2, bad)
+    messages["inf"] = run(7, 6, torch.full((2,), torch.inf))
     unchecked = Scheduler()
     GuardedScheduler(unchecked, world_axis(), check=False)
     unchecked.set_timesteps(3, shift=rank)
@@ -131,13 +141,14 @@ class TestRankGuard(unittest.TestCase):
 
     def test_errors_of_a_scheduler(self):
         for messages in run_ranks(3, scheduler_errors_worker):
-            assert messages["steps"] == "the ranks were asked for different numbers of steps: [3, 4, 5]"
+            assert messages["steps"].endswith("the number of steps is 3 on rank 0 and 4 on rank 1 and 5 on rank 2")
             assert "different schedules: timesteps is [3]" in messages["timesteps"]
             assert "on ranks 0, 1 and " in messages["timesteps"] and "on rank 2" in messages["timesteps"]
             assert "different schedules: timesteps is [64]" in messages["many timesteps"]
             assert "different schedules: sigmas is [64]" in messages["sigmas"]
-            assert messages["nan"] == "step 1: NaN or inf in the latents of rank 1"
-            assert messages["inf"] == "step 2: NaN or inf in the latents of ranks 0, 1, 2"
+            assert messages["first"] == "0 step 0: NaN or inf in the latents of rank 1"
+            assert messages["nan"] == "4 step 2: NaN or inf in the latents of rank 1"
+            assert messages["inf"] == "6 step 6: NaN or inf in the latents of ranks 0, 1, 2"
             assert messages["off"] == "[1.0, 2.0]"
 
     def test_agree(self):
