@@ -3,11 +3,13 @@
 Without a second device, offloading to disk shows what is brought back when: what is away has no values.
 """
 
+import copy
 import itertools
 import tempfile
 import unittest
 
 import diffusers
+import pytest
 import torch
 from packaging.version import Version
 from parameterized import parameterized
@@ -20,7 +22,7 @@ from ..models.transformers.test_models_transformer_flux import FluxTransformerTe
 from ..models.transformers.test_models_transformer_hunyuan_video import HunyuanVideoTransformerTesterConfig
 from ..models.transformers.test_models_transformer_sd3 import SD3TransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import message_of, relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
 
 
 CONFIGS = {
@@ -106,3 +108,54 @@ class TestGroupOffload(unittest.TestCase):
         for result in run_ranks(2, offloaded_before_worker, CONFIGS[name](), degrees, level):
             assert max(result["errors"]) <= FLOAT32_BAR and result["strangers"] == 0, result
             assert "enable parallelism first, then group offloading" in result["message"], result
+
+
+@torch.no_grad()
+def accelerator_worker(level: str, options: dict, degrees: dict[str, int], before: bool, quantized: bool) -> dict:
+    """Weights on the host; what the device held at most, against all of the model."""
+    config, device = WideFluxTesterConfig(), torch.device("cuda", torch.distributed.get_rank())
+    inputs = {name: x.to(device) for name, x in config.get_inputs(1).items()}
+    model = config.get_model()
+    if quantized:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig(version=2))
+    wanted = config.get_output(copy.deepcopy(model).to(device), inputs)
+    blocks = {"num_blocks_per_group": 1} if level == "block_level" else {}
+    steps = [
+        lambda: model.enable_parallelism(config=ParallelConfig(**degrees)),
+        lambda: model.enable_group_offload(device, torch.device("cpu"), offload_type=level, **blocks, **options),
+    ]
+    for step in reversed(steps) if before else steps:
+        step()
+    config.get_output(model, inputs)  # with streams, the first forward finds the order of the groups
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    errors = [relative_l2(config.get_output(model, inputs), wanted) for _ in range(2)]
+    whole = sum(x.numel() for x in config.get_model().parameters()) * (1 if quantized else 4)
+    return {"errors": errors, "peak": (torch.cuda.max_memory_allocated() - held) / whole}
+
+
+class WideFluxTesterConfig(FluxTransformerTesterConfig):
+    """Weights that count beside the activations."""
+
+    def get_init_dict(self):
+        wide = {"attention_head_dim": 128, "axes_dims_rope": (16, 56, 56), "num_layers": 4, "num_single_layers": 8}
+        return {**super().get_init_dict(), **wide}
+
+
+@require_torch_multi_accelerator
+class TestGroupOffloadAccelerator(unittest.TestCase):
+    OPTIONS = ({}, {"use_stream": True}, {"use_stream": True, "low_cpu_mem_usage": True, "record_stream": True})
+
+    @parameterized.expand(itertools.product(LEVELS, OPTIONS, ({"tp": 2}, {"ulysses": 2}), (False, True)))
+    def test_parity_and_peak(self, level, options, degrees, before):
+        for result in run_ranks(2, accelerator_worker, level, options, degrees, before, False, device="cuda"):
+            assert max(result["errors"]) <= FLOAT32_BAR and result["peak"] < 0.35, result
+
+    @parameterized.expand(itertools.product(LEVELS, OPTIONS, ({"tp": 2}, {"ulysses": 2}), (False, True)))
+    def test_quantized(self, level, options, degrees, before):
+        pytest.importorskip("torchao")
+        for result in run_ranks(2, accelerator_worker, level, options, degrees, before, True, device="cuda"):
+            assert max(result["errors"]) <= FLOAT32_BAR and result["peak"] < 0.5, result

@@ -1,6 +1,7 @@
 """torchao's quantisation of parallel models: of whole weights that are cut, of shards, and of what is being loaded."""
 
 import copy
+import itertools
 import math
 import tempfile
 import unittest
@@ -25,7 +26,7 @@ from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_sd3 import SD3TransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import message_of, relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
 from .testing_utils import elements_read
 
 
@@ -296,3 +297,61 @@ class TestQuantizedParts(unittest.TestCase):
         linear.weight = nn.Parameter(packed, requires_grad=False)
         message = message_of(diffusers_rocm.verify_plan, model, 2)
         assert "transformer_blocks.0.attn.to_q is a PackedTensor and cannot be cut" in message, message
+
+
+class LargeFluxTesterConfig(FluxTransformerTesterConfig):
+    """Wide enough for the kernels that quantised products have on a GPU."""
+
+    device = "cuda"  # ROCm's name too
+
+    def get_init_dict(self):
+        return {**super().get_init_dict(), "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+
+
+def on_a_gpu(kind: str):
+    """The configs that have kernels for GPUs alone, too."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Int4WeightOnlyConfig
+
+    if kind == "fp8 dynamic":
+        return Float8DynamicActivationFloat8WeightConfig()
+    if kind == "int4":
+        return Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d")
+    return KINDS[kind]
+
+
+@torch.no_grad()
+def accelerator_worker(kind: str, degrees: dict[str, int], when: str) -> dict:
+    config, results = LargeFluxTesterConfig(), []
+
+    def quantized(model: nn.Module) -> nn.Module:
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        for block in blocks:
+            quantize_(block, on_a_gpu(kind), lambda m, _: isinstance(m, nn.Linear))
+        return model
+
+    for seed in range(4):
+        inputs, plain = config.get_inputs(1), config.get_model(seed)
+        exact = config.get_output(plain, inputs)
+        inputs, plain = config.cast(inputs, torch.bfloat16), plain.bfloat16()
+        whole = quantized(copy.deepcopy(plain))
+        model = copy.deepcopy(whole if when == "before" else plain)
+        model.enable_parallelism(config=ParallelConfig(**degrees))
+        if when == "after":
+            quantized(model)
+        results.append(errors(exact, config.get_output(whole, inputs), config.get_output(model, inputs)))
+    return over_weights(results)
+
+
+@require_torch_multi_accelerator
+class TestQuantizationAccelerator(unittest.TestCase):
+    @parameterized.expand(itertools.product((*KINDS, "fp8 dynamic", "int4"), MESHES[:2], ("before", "after")))
+    def test_parity(self, kind, degrees, when):
+        def run():
+            return run_ranks(2, accelerator_worker, kind, degrees, when, device="cuda")
+
+        if kind == "int4" and when == "before" and "tp" in degrees:
+            with self.assertRaisesRegex(AssertionError, "Int4TilePackedTo4dTensor and cannot be cut"):
+                run()
+            return
+        for result in run():
+            assert result["error"] <= QUALITY_BAR * result["own"], result
