@@ -122,7 +122,8 @@ def main() -> None:
                 f"of them comparing {row['guard_ms']:.3f} ms ({row['share']:.2%})"
             )
         if args.out:
-            content = {"arguments": {k: str(v) for k, v in vars(args).items()}, "versions": versions(), "rows": rows}
+            arguments = {name: str(value) for name, value in vars(args).items() if name != "out"}
+            content = {"arguments": arguments, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(content, indent=2) + "\n")
     dist.destroy_process_group()
 

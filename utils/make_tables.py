@@ -61,12 +61,54 @@ def flux_bytes() -> str:
     return "\n".join(lines)
 
 
+def features() -> str:
+    """What can be had together."""
+    run = read("features")
+    meshes = run["meshes"]
+    lines = [f"| | {' | '.join(meshes)} | `save_pretrained` | `disable_parallelism` |", "|---|" + "---|" * 5]
+    for row in run["rows"]:
+        of_rounding = "{:.2f} of the rounding" if row["rounds"] else "{:.1e}"
+        cells = [row[mesh] if isinstance(row[mesh], str) else of_rounding.format(row[mesh]) for mesh in meshes]
+        for of in ("unsaved", "not_whole"):
+            where = row.get(of, [])
+            only = "" if where == meshes else f" ({', '.join(where)})"
+            cells.append("" if row["of_pipeline"] else f"an error{only}" if where else "right")
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    ran = f"`python utils/run_features.py`; CPU, Gloo, {versions} (`docs/benchmarks/features.json`)."
+    return "\n".join([*lines, "", ran])
+
+
+def memory() -> str:
+    """Peaks of the stages of a pipeline, of the rank that has the most."""
+    stages = ("load", "encode", "denoise", "decode")
+    lines = [f"| weights | offload | {' | '.join(stages)} | host, at most |", "|---|---|" + "---|" * 5]
+    for name in ("bf16", "int8", "int8_group"):
+        run = read(f"memory_{name}_4xh200")
+        peaks = [max(run["peaks"][stage]["device"]) for stage in stages]
+        peaks.append(max(size for of in run["peaks"].values() for size in of["host"]))
+        figures = " | ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+        lines.append(f"| {run['request']['quantization'] or 'bf16'} | {run['request']['offload']} | {figures} |")
+    command = (
+        "diffusers-rocm bench memory --write-random-flux --model FOLDER --tp 4 --height 1024 --width 1024 "
+        "--max-sequence-length 512 --steps 3 --text-encoders shard --vae tile --vae-tiling --offload model"
+    )
+    versions = run["versions"]
+    ran = (
+        f"`{command}`, also with `--quantization int8`, and with that and `--offload group`; 4 x {run['device']}, "
+        f"torch {versions['torch']}, diffusers {versions['diffusers']} (`docs/benchmarks/memory_*_4xh200.json`)."
+    )
+    return "\n".join([*lines, "", ran])
+
+
 SHORT = ("single", "diffusers-tp", "tp", "single+c", "diffusers-tp+c", "tp+c")
 TABLES = {
     "flux_tp4": lambda: modes_table("flux_tp4_4xh200"),
     "flux_tp4_short": lambda: modes_table("flux_tp4_4xh200", SHORT),
     "flux_bytes": flux_bytes,
     "collectives": collectives,
+    "features": features,
+    "memory": memory,
 }
 
 

@@ -48,6 +48,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
 @record
 def measure(request: GenerationRequest, file: Path | None) -> None:
     measured = measure_memory(request)
+    measured["request"]["model"] = Path(request.model).name
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(report(measured))
         if file is not None:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-file", type=Path, help="a UTF-8 text file with one prompt a line")
     parser.add_argument("--negative-prompt")
     parser.add_argument("--model", default=str(EMBEDDED_MODEL), help="a pipeline's folder or Hub id")
-    parser.add_argument("--lora", help="a LoRA's file, folder or Hub id, fused into the model")
+    parser.add_argument("--lora", help="a LoRA's file, folder or Hub id")
     parser.add_argument("--image", type=Path, help="the picture to begin with: image to image, or image to video")
     for axis, meaning in AXES_HELP.items():
         parser.add_argument(f"--{axis}", type=int, default=1, help=meaning)
@@ -182,7 +182,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     if args.lora is not None:
         check_lora(args.lora)
     if args.quantization is not None:
-        check_quantization(args.quantization)
+        check_quantization(args.quantization, on_gpus=args.device != "cpu" and default_device_type() != "cpu")
     if not under_torchrun():  # a rank finds its own launcher on the port
         check_port(args.port)
     check_writable(args.out)

@@ -184,9 +184,10 @@ def _with_adapters(path: str, module: nn.Module, style: str) -> list[tuple[str, 
     if base_layer(module) is module or style == "replicate":
         return [(path, module, style)]
     from peft.tuners import lora
+    from peft.tuners.lora.torchao import TorchaoLoraLinear
 
     kinds = {name: type(variant).__name__ for name, variant in getattr(module, "lora_variant", {}).items()}
-    if type(module) not in (lora.Linear, lora.Conv2d) or kinds or style not in LORA_STYLES:
+    if type(module) not in (lora.Linear, lora.Conv2d, TorchaoLoraLinear) or kinds or style not in LORA_STYLES:
         kind = ", ".join(kinds.values()) or f"{type(module).__module__}.{type(module).__qualname__}"
         raise ValueError(
             f"{path} ({style}) cannot be sharded with its adapter, a {kind}; plain LoRA of a Linear or a Conv2d can: "

@@ -97,8 +97,9 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
     )
     if request.lora is not None:
         pipe.load_lora_weights(request.lora)
-        pipe.fuse_lora()
-        pipe.unload_lora_weights()
+        if request.quantization is None:  # which the sum of both would be rounded by once more
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
     for name in ("tiling", "slicing"):
         if getattr(request, f"vae_{name}"):
             _enable(getattr(pipe, "vae", None), name)

@@ -2,7 +2,6 @@
 
 import importlib.util
 
-import torch
 from diffusers import TorchAoConfig
 
 
@@ -17,11 +16,11 @@ _OF_TORCHAO = {
 QUANTIZATIONS = tuple(_OF_TORCHAO)
 
 
-def check_quantization(name: str) -> None:
+def check_quantization(name: str, on_gpus: bool) -> None:
     """Raises ValueError where this machine has no such quantisation."""
     if importlib.util.find_spec("torchao") is None:
         raise ValueError("--quantization needs torchao: pip install torchao")
-    if name in ("fp8-dynamic", "int4") and not torch.cuda.is_available():
+    if name in ("fp8-dynamic", "int4") and not on_gpus:
         raise ValueError(f"--quantization {name} needs a GPU; int8, int8-dynamic and fp8 run anywhere")
 
 

@@ -295,6 +295,7 @@ class TestBadInput(unittest.TestCase):
             ),
             ("endless timeout", ["--prompt", "x", "--timeout", "inf"], "--timeout must be .*; got inf"),
             ("port", ["--prompt", "x", "--port", "99999"], "99999 is not a port"),
+            ("no GPU", ["--prompt", "x", "--quantization", "int4", "--device", "cpu"], "int4 needs a GPU; int8, "),
         ]
     )
     def test_message(self, name, arguments, message):

@@ -1,6 +1,7 @@
 """Text encoders on the ranks that share a picture: sharded, on the first rank alone, or whole on each."""
 
 import contextlib
+import importlib.util
 import re
 import shutil
 import tempfile
@@ -13,18 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, PipelineQuantizationConfig
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.quantized import is_quantized
 from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder, load_whole_text_encoder
 from diffusers_rocm.models.plans.text_encoders import TEXT_ENCODER_PLANS
 from diffusers_rocm.pipelines import text_encoders
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+from diffusers_rocm.pipelines.quantization import torchao_config
 from diffusers_rocm.pipelines.text_encoders import load_text_encoder
+from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..loaders.testing_utils import elements_read
 from ..models.testing_utils.parallelism import FLOAT32_BAR
@@ -232,6 +236,13 @@ def refusals_worker(folder: str) -> dict[str, str]:
             load_text_encoder, transformers.BertModel, Path(folder), "shard", Axis.of_all(), CPU, torch.float32
         ),
         "vae": message_of(load_pipeline, EMBEDDED_MODEL, config, vae="tiles"),
+        "offload": message_of(load_pipeline, EMBEDDED_MODEL, config, offload="all"),
+        "quantized": message_of(
+            load_pipeline,
+            EMBEDDED_MODEL,
+            config,
+            quantization_config=PipelineQuantizationConfig(quant_mapping={"text_encoder": torchao_config("int8")}),
+        ),
     }
     tiny("T5EncoderModel").save_pretrained(folder)
     dist.barrier()
@@ -247,7 +258,35 @@ def refusals_worker(folder: str) -> dict[str, str]:
     return {**messages, "shape": str(caught.value)}
 
 
+def quantized_worker() -> list[dict]:
+    """By a config for the denoisers, and by one that names them; against the quantised pipeline of one process."""
+    of_all = torchao_config("int8")
+    exact = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL))
+    whole = FluxTransformer2DModel.from_pretrained(
+        EMBEDDED_MODEL, subfolder="transformer", quantization_config=of_all, **{DTYPE_ARGUMENT: torch.float32}
+    )
+    wanted, results = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL, transformer=whole)), []
+    for config in (of_all, PipelineQuantizationConfig(quant_mapping={"transformer": of_all})):
+        pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), quantization_config=config)
+        models = pipe.transformer, pipe.text_encoder, pipe.vae
+        results.append(
+            {
+                "distance": relative_l2(pictures(pipe), wanted),
+                "own": relative_l2(wanted, exact),
+                "quantized": [sum(map(is_quantized, each.parameters())) for each in models],
+            }
+        )
+    return results
+
+
 class TestLoadPipeline(unittest.TestCase):
+    @unittest.skipUnless(importlib.util.find_spec("torchao"), "needs torchao")
+    def test_quantized(self):
+        for results in run_ranks(2, quantized_worker):
+            for result in results:
+                assert result["quantized"][0] > 10 and result["quantized"][1:] == [0, 0], result
+                assert 1e-4 < result["distance"] <= 1.1 * result["own"], result
+
     @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"cfg": 1, "dp": 2},)])
     def test_pictures_are_those_of_one_process(self, mesh):
         names = ("text_encoder", "text_encoder_2")
@@ -282,6 +321,8 @@ class TestLoadPipeline(unittest.TestCase):
             assert "has no model_index.json" in result["no folder"]
             assert "no plan shards the text encoder BertModel" in result["class"]
             assert "vae must be one of" in result["vae"]
+            assert "offload must be one of auto, none, model, group; got 'all'" in result["offload"]
+            assert "transformers can be quantised, not its text_encoder" in result["quantized"]
             assert "SelfAttention.q.weight is [48, 39] in the checkpoint, and [48, 40]" in result["shape"]
 
     @parameterized.expand(

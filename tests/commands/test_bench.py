@@ -1,0 +1,72 @@
+"""`diffusers-rocm bench memory`, and the pipeline of random weights that it can write."""
+
+import json
+import tempfile
+import unittest
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import torch
+from diffusers import FluxPipeline
+
+from diffusers_rocm import ParallelConfig, commands, load_pipeline
+from diffusers_rocm.pipelines.memory import STAGES, StagePeaks
+from diffusers_rocm.pipelines.random_pipeline import FLUX_DEV, write_random_flux
+from diffusers_rocm.registration import DTYPE_ARGUMENT
+
+from ..testing_utils import relative_l2, run_ranks
+
+
+# FLUX.1-dev, cut down in depth and width; the checkpoint has several files all the same.
+SMALL = {
+    "transformer": {**FLUX_DEV["transformer"], "num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4},
+    "text_encoder": {**FLUX_DEV["text_encoder"], "num_hidden_layers": 1},
+    "text_encoder_2": {**FLUX_DEV["text_encoder_2"], "num_layers": 1, "d_ff": 128, "num_heads": 2},
+    "vae": {**FLUX_DEV["vae"], "block_out_channels": [32] * 4},
+}
+
+
+def latents(pipe: FluxPipeline) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a", height=64, width=64, num_inference_steps=1, generator=generator, output_type="pt").images
+
+
+def random_worker(folder: str) -> float:
+    wanted = latents(FluxPipeline.from_pretrained(folder, **{DTYPE_ARGUMENT: torch.float32}))
+    return relative_l2(latents(load_pipeline(folder, ParallelConfig(tp=2), device="cpu")), wanted)
+
+
+class TestBench(unittest.TestCase):
+    def test_memory_of_the_embedded_model(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "made", "memory.json")
+            output = StringIO()
+            with redirect_stdout(output):
+                code = commands.main(["bench", "memory", "--json", str(file)])
+            measured = json.loads(file.read_text())
+        assert code == 0 and "one rank on CPU: peak GiB" in output.getvalue()
+        assert list(measured["peaks"]) == list(STAGES)
+        for stage in STAGES:
+            assert measured["peaks"][stage]["device"] == [0] and measured["peaks"][stage]["host"][0] > 2**26, stage
+
+    def test_peaks_are_of_their_stage(self):
+        peaks = StagePeaks(torch.device("cpu"))
+        peaks.begin("large")
+        torch.ones(2**27).sum()
+        peaks.begin("small")
+        peaks.end()
+        assert peaks.peaks["large"][1] > peaks.peaks["small"][1] + 2**28
+
+    def test_random_pipeline(self):
+        with tempfile.TemporaryDirectory() as folder:
+            write_random_flux(Path(folder), SMALL, dtype=torch.float32)
+            index = Path(folder, "text_encoder_2", "model.safetensors.index.json")
+            assert len(json.loads(index.read_text())["weight_map"]) > 5
+            for error in run_ranks(2, random_worker, folder):
+                assert error <= 1e-5
+
+
+if __name__ == "__main__":
+    unittest.main()

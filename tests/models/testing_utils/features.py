@@ -1,0 +1,216 @@
+"""What diffusers' models can be given besides parallelism, and the ways of being parallel: each with each."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxPipeline, TorchAoConfig
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from diffusers_rocm import ParallelConfig, load_pipeline
+from diffusers_rocm.distributed.quantized import is_quantized, parts
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+from diffusers_rocm.registration import DTYPE_ARGUMENT
+
+from ...testing_utils import relative_l2
+from ..transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from .common import randn
+
+
+MESHES: dict[str, dict[str, int]] = {
+    "TP 2": {"tp": 2},
+    "Ulysses 2": {"ulysses": 2},
+    "TP 2 x Ulysses 2": {"ulysses": 2, "tp": 2},
+}
+
+CONFIG = FluxTransformerTesterConfig()
+
+
+def lora(model: nn.Module) -> None:
+    """Of every Linear in a block, about half as large as its weight."""
+    with torch.device("meta"):
+        whole = CONFIG.model_class(**CONFIG.get_init_dict())
+    state = {}
+    for seed, (path, module) in enumerate(whole.named_modules()):
+        if isinstance(module, nn.Linear) and "blocks" in path:
+            outputs, inputs = module.weight.shape
+            state[f"{path}.lora_A.weight"] = randn(4, inputs, seed=seed) / inputs**0.5
+            state[f"{path}.lora_B.weight"] = randn(outputs, 4, seed=seed + 1000) * 0.25
+    model.load_lora_adapter(state, prefix=None, adapter_name="one")
+
+
+def fuse(model: nn.Module) -> None:
+    model.fuse_lora(lora_scale=0.7)
+    model.unload_lora()
+
+
+def int8(model: nn.Module) -> None:
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+
+
+def group_offload(level: str) -> Callable[[nn.Module], None]:
+    def offload(model: nn.Module) -> None:
+        blocks = {"num_blocks_per_group": 1} if level == "block_level" else {}
+        model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type=level, **blocks)
+
+    return offload
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """What is done to a model before parallelism is enabled, and after.
+
+    Attributes:
+        loads: the model is read from a checkpoint, by these arguments, parallel already.
+        rounds: the ranks' weights are rounded otherwise than those of one process.
+        refused: part of the message, where it cannot be had with tensor parallelism.
+        unsaved, not_whole: the same of `save_pretrained` and of `disable_parallelism`.
+    """
+
+    before: tuple[Callable[[nn.Module], None], ...] = ()
+    after: tuple[Callable[[nn.Module], None], ...] = ()
+    loads: dict[str, Any] | None = None
+    rounds: bool = False
+    refused: str | None = None
+    unsaved: str | None = None
+    not_whole: str | None = None
+
+
+QUANTIZED = "is quantised: call disable_parallelism(), then save it"
+NOT_WHOLE = "were quantised and cannot be made whole"
+FEATURES: dict[str, Feature] = {
+    "alone": Feature(),
+    "read in slices": Feature(loads={}),
+    "LoRA, then parallel": Feature(before=(lora,)),
+    "parallel, then LoRA": Feature(after=(lora,)),
+    "parallel, then LoRA, fused": Feature(after=(lora, fuse)),
+    "group offload of blocks, then parallel": Feature(before=(group_offload("block_level"),)),
+    "parallel, then group offload of blocks": Feature(after=(group_offload("block_level"),)),
+    "group offload of leaves, then parallel": Feature(before=(group_offload("leaf_level"),)),
+    "parallel, then group offload of leaves": Feature(after=(group_offload("leaf_level"),)),
+    "int8, then parallel": Feature(before=(int8,), unsaved=QUANTIZED),
+    "parallel, then int8": Feature(after=(int8,), rounds=True, unsaved=QUANTIZED, not_whole=NOT_WHOLE),
+    "read in slices, each to int8": Feature(
+        loads={"quantization_config": TorchAoConfig(Int8WeightOnlyConfig(version=2))},
+        rounds=True,
+        unsaved=QUANTIZED,
+        not_whole=NOT_WHOLE,
+    ),
+    "int8 and LoRA, then parallel": Feature(before=(int8, lora), unsaved=QUANTIZED),
+    "int8, then parallel, then LoRA": Feature(before=(int8,), after=(lora,), unsaved=QUANTIZED),
+    "int8, then parallel, then group offload of leaves": Feature(
+        before=(int8,), after=(group_offload("leaf_level"),), unsaved=QUANTIZED
+    ),
+}
+
+
+def _said(function: Callable, *args: Any) -> str:
+    """What it refused, or nothing."""
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _same(model: nn.Module, wanted: nn.Module) -> bool:
+    found, other = model.state_dict(), wanted.state_dict()
+    return found.keys() == other.keys() and all(
+        parts(found[name]).keys() == parts(x).keys()
+        and all(torch.allclose(parts(found[name])[key], part, rtol=1e-5, atol=1e-6) for key, part in parts(x).items())
+        for name, x in other.items()
+    )
+
+
+@torch.no_grad()
+def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
+    """The error against the same in one process, that one's against float32; what saving and disabling make of it."""
+    feature, config, inputs = FEATURES[name], CONFIG, CONFIG.get_inputs(1)
+    plain, whole, model = (config.get_model() for _ in range(3))
+    dtype = {DTYPE_ARGUMENT: torch.float32}
+    if feature.loads is not None:
+        whole = config.model_class.from_pretrained(folder, **feature.loads, **dtype)
+        parallel = {"parallel_config": ParallelConfig(**degrees)}
+        model = config.model_class.from_pretrained(folder, **feature.loads, **parallel, **dtype)
+    else:
+        for change in (*feature.before, *feature.after):
+            change(whole)
+        for change in feature.before:
+            change(model)
+        refused = _said(lambda: model.enable_parallelism(config=ParallelConfig(**degrees)))
+        if refused:
+            return {"refused": refused}
+        for change in feature.after:
+            refused = _said(change, model)
+            if refused:
+                return {"refused": refused}
+    exact, wanted, output = (config.get_output(each, inputs) for each in (plain, whole, model))
+    result = {
+        "error": relative_l2(output, wanted),
+        "own": relative_l2(wanted, exact),
+        "quantized": sum(map(is_quantized, model.parameters())),
+    }
+    shared = Path(folder, "-".join([*name.replace(",", "").split(), *degrees]))  # all ranks save into one
+    result["unsaved"] = _said(model.save_pretrained, shared)
+    if not result["unsaved"] and not any("lora" in path for path, _ in whole.named_parameters()):
+        again = config.model_class.from_pretrained(shared, **dtype)
+        result["saved"] = relative_l2(config.get_output(again, inputs), wanted)
+    result["not_whole"] = _said(model.disable_parallelism)
+    if not result["not_whole"]:
+        result["whole"] = relative_l2(config.get_output(model, inputs), wanted) if _same(model, whole) else torch.inf
+    return result
+
+
+# What `load_pipeline` is given, and what is called on the pipeline then.
+PIPELINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    **{f"text encoders: {mode}": ({"text_encoders": mode}, ()) for mode in ("shard", "first-rank", "replicate")},
+    "VAE: first-rank": ({"vae": "first-rank"}, ()),
+    "VAE: tile": ({"vae": "tile"}, ()),
+    "VAE: replicate": ({"vae": "replicate"}, ()),
+    "model offload": ({}, ("enable_model_cpu_offload",)),
+}
+
+
+@torch.no_grad()
+def pipeline_worker(name: str, degrees: dict[str, int]) -> dict:
+    """The error of a picture of several VAE tiles against that of one process."""
+    arguments, calls = PIPELINES[name]
+
+    def picture(pipe: FluxPipeline) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        pipe.vae.enable_tiling()
+        return pipe(
+            "a red circle",
+            height=192,
+            width=192,
+            num_inference_steps=2,
+            max_sequence_length=16,
+            generator=torch.Generator().manual_seed(0),
+            output_type="pt",
+        ).images
+
+    wanted = picture(FluxPipeline.from_pretrained(EMBEDDED_MODEL, **{DTYPE_ARGUMENT: torch.float32}))
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(**degrees), device="cpu", **arguments)
+    for call in calls:
+        getattr(pipe, call)(device="cpu")
+    return {"error": relative_l2(picture(pipe), wanted)}
+
+
+def table_row(name: str, by_mesh: dict[str, list[dict]]) -> dict[str, Any]:
+    """Of the results of all ranks, the worst."""
+    of_pipeline = name in PIPELINES
+    row: dict[str, Any] = {"name": name, "of_pipeline": of_pipeline}
+    row["rounds"] = not of_pipeline and FEATURES[name].rounds
+    for mesh, results in by_mesh.items():
+        refused = next((result["refused"] for result in results if "refused" in result), None)
+        if refused is not None:
+            row[mesh] = refused
+            continue
+        row[mesh] = max(result["error"] / result["own"] if row["rounds"] else result["error"] for result in results)
+        for of in ("unsaved", "not_whole"):
+            if any(result.get(of) for result in results):
+                row[of] = row.get(of, []) + [mesh]
+    return row
