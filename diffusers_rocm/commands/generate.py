@@ -169,6 +169,12 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     degrees = resolve_degrees({name: getattr(args, name) for name in AXES}, ranks(args))
     folder = ModelFolder(args.model)
     folder.check_degrees(degrees)
+    if (
+        degrees["cfg"] > 1
+        and args.negative_prompt is None
+        and folder.guides_by_negative_prompt(args.image is not None)
+    ):
+        raise ValueError(f"--cfg {degrees['cfg']}: {args.model} runs guidance only with a --negative-prompt")
     folder.check_vae(args.vae)
     if args.seed is not None and not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")

@@ -34,7 +34,8 @@ class _Turns:
     def too_early(self, what: str) -> ValueError:
         return ValueError(
             f"the pipeline used a prediction of {self.name} ({what}) before it had called it {self.size} times: it "
-            "runs no guidance, or works on one branch before the next; use dp, ulysses or tp in place of cfg"
+            f"runs no guidance, has fewer than {self.size} branches (most have 2), or works on one before the next; "
+            "use dp, ulysses or tp in place of cfg"
         )
 
 

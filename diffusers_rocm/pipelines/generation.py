@@ -1,5 +1,6 @@
 """What every rank of `diffusers-rocm generate` does."""
 
+import functools
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -147,19 +149,24 @@ def call_arguments(pipe: DiffusionPipeline, request: GenerationRequest) -> dict:
 
 
 class StepTimer:
-    """Seconds of each denoising step, by the pipeline's callback at the end of a step."""
+    """Seconds of each denoising step: from one of the scheduler's to the next."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, scheduler: Any):
         self._device, self._last, self.steps = device, 0.0, []
+        step = scheduler.step
+
+        @functools.wraps(step)  # pipelines look at the signature
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            now = self._now()
+            self.steps.append(now - self._last)
+            self._last = now
+            return result
+
+        scheduler.step = timed
 
     def start(self) -> None:
         self._last = self._now()
-
-    def __call__(self, pipe, step, timestep, callback_kwargs: dict) -> dict:
-        now = self._now()
-        self.steps.append(now - self._last)
-        self._last = now
-        return callback_kwargs
 
     def _now(self) -> float:
         if self._device.type != "cpu":
@@ -206,7 +213,7 @@ def generate(request: GenerationRequest) -> list[Path]:
 
     bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
     pipe.set_progress_bar_config(disable=not first, bar_format=bar)
-    timer, files, images = StepTimer(device), [], []
+    timer, files, images = StepTimer(device, pipe.scheduler), [], []
     for start in range(0, len(request.prompts), axes.dp.size):
         prompts = list(request.prompts[start : start + axes.dp.size])  # one for each replica
         # Drawn on the CPU: the same numbers on every rank, device and world size.
@@ -217,7 +224,6 @@ def generate(request: GenerationRequest) -> list[Path]:
         result = pipe(
             prompt=prompts if len(prompts) > 1 else prompts[0],
             generator=generators if len(prompts) > 1 else generators[0],
-            callback_on_step_end=timer,
             output_type="pil" if decodes else "latent",
             **arguments,
         )

@@ -67,6 +67,10 @@ class ModelFolder:
             raise ValueError(f"--image: {self.pipeline_class} takes no image, and no other pipeline has its models")
         return found
 
+    def guides_by_negative_prompt(self, from_image: bool) -> bool:
+        """Is the model itself guided by a number, and classifier-free guidance there for negative prompts alone?"""
+        return "true_cfg_scale" in inspect.signature(self.pipeline(from_image).__call__).parameters
+
     def check_vae(self, mode: str) -> None:
         """Raises ValueError where `--vae tile` is asked of a VAE whose tiles cannot be shared, or of none."""
         if mode == "tile" and self.vae_class is None:

@@ -295,6 +295,11 @@ class TestBadInput(unittest.TestCase):
             ),
             ("endless timeout", ["--prompt", "x", "--timeout", "inf"], "--timeout must be .*; got inf"),
             ("port", ["--prompt", "x", "--port", "99999"], "99999 is not a port"),
+            (
+                "no branches",
+                ["--prompt", "x", "--cfg", "2"],
+                "--cfg 2: .* runs guidance only with a --negative-prompt",
+            ),
             ("no GPU", ["--prompt", "x", "--quantization", "int4", "--device", "cpu"], "int4 needs a GPU; int8, "),
         ]
     )
