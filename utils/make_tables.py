@@ -101,6 +101,22 @@ def memory() -> str:
     return "\n".join([*lines, "", ran])
 
 
+def guard() -> str:
+    run = read("guard_2xh200")
+    lines = ["| `rank_check` | ms a step | sharing latents and comparing | of them comparing |", "|---|---|---|---|"]
+    sharing = next(row["guard_ms"] for row in run["rows"] if row["rank_check"] == "off")
+    for row in run["rows"]:
+        comparing = row["guard_ms"] - sharing
+        cells = f"{row['ms']:.1f} | {row['guard_ms']:.2f} | {comparing:.2f} ({comparing / row['ms']:.2%})"
+        lines.append(f'| `"{row["rank_check"]}"` | {cells} |')
+    versions = run["versions"]
+    ran = (
+        f"`torchrun --nproc_per_node=2 utils/bench_guard.py --tp 2 --compile --repeats 2`; {versions['device']}, "
+        f"torch {versions['torch']}, diffusers {versions['diffusers']} (`docs/benchmarks/guard_2xh200.json`)."
+    )
+    return "\n".join([*lines, "", ran])
+
+
 SHORT = ("single", "diffusers-tp", "tp", "single+c", "diffusers-tp+c", "tp+c")
 TABLES = {
     "flux_tp4": lambda: modes_table("flux_tp4_4xh200"),
@@ -108,6 +124,7 @@ TABLES = {
     "flux_bytes": flux_bytes,
     "collectives": collectives,
     "features": features,
+    "guard": guard,
     "memory": memory,
 }
 
