@@ -73,14 +73,13 @@ class GuardedScheduler:
 
     Args:
         listeners: are told of each run and step.
-        check: whether the schedule is compared, and each step's latents are looked at for NaN and inf.
+        check: whether the schedule is compared, and each step's latents are looked at for NaN and inf: in the first
+            step, in every fourth, and in `end_run`.
     """
 
     def __init__(self, scheduler: Any, axis: Axis, listeners: Sequence[InRun] = (), check: bool = True):
         self._scheduler, self.axis, self.listeners, self.check = scheduler, axis, listeners, check
-        self._count = 0
-        self._flags: list[Tensor] = []  # of steps that the other ranks were not told of
-        self._sent: list[tuple[int, Tensor, torch.Event | None]] = []  # the first step, and flags not read yet
+        self._forget()
         users = vars(scheduler).setdefault("guards", [])
         if not users:
             scheduler.__class__ = _guarded_class(type(scheduler))
@@ -96,8 +95,13 @@ class GuardedScheduler:
             del self._scheduler.guards
             self._scheduler.__class__ = type(self._scheduler).__base__
 
+    def _forget(self) -> None:
+        self._counts: dict[int, int] = {}  # of the steps of each scheduler: pipelines with sound have a copy for it
+        self._flags: list[tuple[int, Tensor]] = []  # of steps that the other ranks were not told of
+        self._sent: list[tuple[list[int], Tensor, torch.Event | None]] = []  # steps, and flags not read yet
+
     def begin_run(self, scheduler: Any) -> None:
-        self._count, self._flags, self._sent = 0, [], []
+        self._forget()
         if self.check:
             given = {name: getattr(scheduler, name, None) for name in ("timesteps", "sigmas")}
             # In parts that are few numbers, which must be equal: of many, some rounding is allowed.
@@ -114,30 +118,39 @@ class GuardedScheduler:
         for listener in self.listeners:
             listener.end_step()
         if self.check:
-            self._flags.append(torch.isfinite(latents).all())
-            self._count += 1
-            last = self._count >= len(scheduler.timesteps)
-            if last or self._count == 1 or len(self._flags) == STEPS_BETWEEN_LOOKS:
+            step = self._counts.get(id(scheduler), 0)
+            self._counts[id(scheduler)] = step + 1
+            self._flags.append((step, torch.isfinite(latents).all()))
+            if step == 0 or len(self._flags) == STEPS_BETWEEN_LOOKS:
                 self._send()
-            while self._sent and (last or self._sent[0][2] is None or len(self._sent) > 1):
+            # A device is not waited for: what was wrong is said when the next flags were sent.
+            while self._sent and (self._sent[0][2] is None or len(self._sent) > 1):
                 self._look(*self._sent.pop(0))
         return broadcast_from_first(latents, self.axis)
 
+    def end_run(self) -> None:
+        """Look at the steps that nobody looked at yet: all ranks that share a picture call it when it is done."""
+        if self._flags:
+            self._send()
+        while self._sent:
+            self._look(*self._sent.pop(0))
+        self._forget()
+
     def _send(self) -> None:
-        flags, count = torch.stack(self._flags).to(torch.uint8), len(self._flags)
+        steps, flags = zip(*self._flags, strict=True)
+        flags, count = torch.stack(flags).to(torch.uint8), len(flags)
         by_rank, arrived = all_gather(flags, (count,) * self.axis.size, self.axis), None
         if by_rank.device.type != "cpu":
-            # A device is not waited for: what was wrong is said when the next flags are sent.
             by_rank = torch.empty(by_rank.shape, dtype=torch.uint8, pin_memory=True).copy_(by_rank, non_blocking=True)
             arrived = torch.get_device_module(flags.device).current_stream(flags.device).record_event()
-        self._sent.append((self._count - count, by_rank.view(self.axis.size, count), arrived))
+        self._sent.append((list(steps), by_rank.view(self.axis.size, count), arrived))
         self._flags = []
 
-    def _look(self, first: int, by_rank: Tensor, arrived: torch.Event | None) -> None:
+    def _look(self, steps: list[int], by_rank: Tensor, arrived: torch.Event | None) -> None:
         if arrived is not None:
             arrived.synchronize()
         ranks = dist.get_process_group_ranks(self.axis.group) if self.axis.group else [0]
-        for step, finite in enumerate(by_rank.T.tolist(), first):
+        for step, finite in zip(steps, by_rank.T.tolist(), strict=True):
             wrong = [rank for rank, fine in zip(ranks, finite, strict=True) if not fine]
             if wrong:
                 raise FloatingPointError(f"step {step}: NaN or inf in the latents of {name_ranks(wrong)}")

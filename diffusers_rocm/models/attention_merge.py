@@ -2,9 +2,14 @@
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import torch
+from diffusers.utils import logging
 from torch import Tensor
+
+
+logger = logging.get_logger(__name__)
 
 
 def merge(
@@ -22,9 +27,8 @@ def merge(
     wide = torch.promote_types(out.dtype, torch.float32)
     if into is None:
         into = out if out.dtype == wide else torch.empty(out.shape, dtype=wide, device=out.device)
-    if out.device.type != "cpu" and wide == torch.float32 and _has_triton():
-        from .attention_merge_triton import merge_rows
-
+    merge_rows = _kernel_for(out.device) if out.device.type != "cpu" and wide == torch.float32 else None
+    if merge_rows is not None:
         return into, merge_rows(out, lse, part, part_lse, into)
     shares = (torch.sigmoid(lse - part_lse), torch.sigmoid(part_lse - lse))
     kept, added = (share.nan_to_num(0)[..., None] for share in shares)  # neither has a key
@@ -33,5 +37,16 @@ def merge(
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _kernel_for(device: torch.device) -> Callable[..., Tensor] | None:
+    """One kernel in place of torch's operations, where Triton is there and can compile it (it needs a C compiler)."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        from .attention_merge_triton import merge_rows
+
+        out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
+        merge_rows(out, lse, out, lse, out)
+    except Exception as error:
+        logger.warning(f"attention's parts are merged by torch's operations, since Triton cannot compile: {error}")
+        return None
+    return merge_rows

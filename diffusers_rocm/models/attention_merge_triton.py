@@ -1,5 +1,7 @@
 """`merge` as one kernel: everything is read and written once, where torch's operations take five passes."""
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
@@ -43,8 +45,9 @@ def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, into: T
     merged_lse = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     strides = [stride for x in (out, lse, part, part_lse, into) for stride in x.stride()[:3]]
     rows = batch * length * heads
-    _merge_kernel[(triton.cdiv(rows, ROWS),)](
-        out, lse, part, part_lse, into, merged_lse, *strides,
-        rows, length, heads, dim, triton.next_power_of_2(dim), ROWS,
-    )  # fmt: skip
+    with contextlib.nullcontext() if out.is_cpu else torch.get_device_module(out.device).device(out.device):
+        _merge_kernel[(triton.cdiv(rows, ROWS),)](
+            out, lse, part, part_lse, into, merged_lse, *strides,
+            rows, length, heads, dim, triton.next_power_of_2(dim), ROWS,
+        )  # fmt: skip
     return merged_lse

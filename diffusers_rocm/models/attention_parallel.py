@@ -114,8 +114,20 @@ def attention(
         [B, S, H, D]
 
     Raises:
-        ValueError: a mask of another shape, or a kernel without log-sum-exp in a ring by "p2p".
+        ValueError: a mask of another shape, or one with Ulysses where some rank has a single token; heads that are no
+            multiple of the key heads; a kernel without log-sum-exp in a ring by "p2p".
     """
+    if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
+        narrow = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(narrow) for x in (q, k, v))
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} heads of queries are no multiple of the {k.shape[2]} heads of keys")
+    if (is_causal or mask is not None) and layout.ulysses.size > 1 and min(layout.lengths()) == 1:
+        # A row for it would look like one for all.
+        raise ValueError(
+            f"{sum(layout.streams)} tokens over {layout.world} ranks leave one to some, and Ulysses with a mask needs "
+            "two on each: use fewer ranks"
+        )
     if is_causal:
         causal = _causal_mask(layout, q.device)
         mask = causal if mask is None else _combine(_spread_mask(mask, q, k, layout, cp), causal)
@@ -449,12 +461,13 @@ def _causal_mask(layout: Layout, device: torch.device) -> Tensor:
 def _lift(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of an additive mask that have nothing but very negative numbers, raised to zero: softmax does not change.
 
-    In the log-sum-exp, by which parts are merged, the number of keys would drown in them. Beside -1e8 and less the
-    scores drown as well, in one process too, and leave every key the same weight.
+    In the log-sum-exp, by which parts are merged, the number of keys would drown in them. Where they are so large that
+    the numbers beside them are 32 apart, the scores drown as well, in one process too: every key has the same weight.
     """
     top = mask.amax(-1, keepdim=True)
     finite = ~top.isinf()
-    q = q.masked_fill(((top < -1e8) & finite).transpose(1, 2), 0)
+    drowns = -32 / torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
+    q = q.masked_fill(((top <= drowns) & finite).transpose(1, 2), 0)
     return q, mask - torch.where((top < -1e3) & finite, top, 0)
 
 

@@ -74,6 +74,6 @@ def guard_ranks(
         guards = [InputGuard(denoiser, axes.replica, always=rank_check == "always") for denoiser in denoisers]
         hooks += zip(denoisers, guards, strict=True)
         listeners += guards
-    hooks.append((denoisers[0], GuardedScheduler(pipe.scheduler, axes.replica, listeners, rank_check != "off")))
-    hooks.append((denoisers[0], ParallelCall(pipe, axes, rank_check != "off")))
+    scheduler = GuardedScheduler(pipe.scheduler, axes.replica, listeners, rank_check != "off")
+    hooks += [(denoisers[0], scheduler), (denoisers[0], ParallelCall(pipe, axes, scheduler))]
     return hooks

@@ -14,6 +14,7 @@ from ..distributed.agreement import agree
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..distributed.mesh import Axes
+from ..hooks.rank_guard import GuardedScheduler
 from ..hooks.stand_in import stands_in_for
 from .data_parallel import spread
 
@@ -21,8 +22,8 @@ from .data_parallel import spread
 class ParallelCall:
     """Hangs on a pipeline, around its call, until `remove()`."""
 
-    def __init__(self, pipe: DiffusionPipeline, axes: Axes, check: bool = True):
-        self._pipe, self._axes, self._check = pipe, axes, check
+    def __init__(self, pipe: DiffusionPipeline, axes: Axes, guard: GuardedScheduler):
+        self._pipe, self._axes, self._guard, self._check = pipe, axes, guard, guard.check
         self._shares_vae = hasattr(getattr(pipe, "vae", None), "parallel_decode")
         pipe.parallel_call = self
         pipe.__class__ = _parallel_class(type(pipe))
@@ -33,6 +34,12 @@ class ParallelCall:
 
     def run(self, call: Callable[..., Any], known: Mapping[str, inspect.Parameter], arguments: dict[str, Any]) -> Any:
         """`call(**arguments)` for all ranks."""
+
+        def guarded(**arguments: Any) -> Any:
+            result = call(**arguments)
+            self._guard.end_run()
+            return result
+
         if "generator" in known:
             arguments["generator"] = _generators(arguments.get("generator"), self._axes.world, self._check)
         if self._axes.cfg.size > 1:
@@ -47,8 +54,8 @@ class ParallelCall:
             # A rank that wants latents would not decode, and the others would wait for it.
             agree("arguments", {"output_type": arguments.get("output_type")}, self._axes.replica)
         if self._axes.dp.size > 1:
-            return spread(call, self._pipe, arguments, self._axes.dp)
-        return call(**arguments)
+            return spread(guarded, self._pipe, arguments, self._axes.dp)
+        return guarded(**arguments)
 
 
 @functools.cache

@@ -53,26 +53,36 @@ def scheduler_worker(as_tuple: bool) -> list:
 
 def scheduler_errors_worker() -> dict:
     rank, scheduler = dist.get_rank(), Scheduler()
-    GuardedScheduler(scheduler, world_axis())
+    guard = GuardedScheduler(scheduler, world_axis())
     messages = {"steps": message_of(ValueError, scheduler.set_timesteps, 3 + rank)}
     messages["timesteps"] = message_of(ValueError, scheduler.set_timesteps, 3, shift=0.5 * (rank == 2))
     messages["many timesteps"] = message_of(ValueError, scheduler.set_timesteps, 100, shift=1e-3 * (rank == 2))
     messages["sigmas"] = message_of(ValueError, scheduler.set_timesteps, 100, sigma=1 + 1e-3 * (rank == 1))
     bad, good = torch.tensor([1.0, torch.nan if rank == 1 else 2.0]), torch.ones(2)
 
-    def run(count: int, bad_at: int, bad: torch.Tensor) -> str:
-        """In which step it is said, and what."""
+    def run(count: int, bad_at: int, bad: torch.Tensor, steps: int | None = None) -> str:
+        """After which step it is said, and what; an image to image pipeline takes the last of the steps only."""
         scheduler.set_timesteps(count)
-        for step in range(count):
-            try:
+        try:
+            for step in range(steps or count):
                 scheduler.step(bad if step == bad_at else good)
-            except FloatingPointError as error:
-                return f"{step} {error}"
+            step = "end"
+            guard.end_run()
+        except FloatingPointError as error:
+            return f"{step} {error}"
         return "nothing"
 
     messages["first"] = run(12, 0, bad)
     messages["nan"] = run(12, 2, bad)
     messages["inf"] = run(7, 6, torch.full((2,), torch.inf))
+    messages["of some steps"] = run(8, 3, bad, steps=4)
+    scheduler.set_timesteps(8)
+    scheduler.step(good), scheduler.step(bad)  # and somebody stopped it
+    messages["next"] = run(3, 9, bad)
+    sound = copy.deepcopy(scheduler)
+    scheduler.set_timesteps(4), sound.set_timesteps(4)
+    scheduler.step(good), sound.step(good), scheduler.step(good), sound.step(bad)
+    messages["sound"] = message_of(FloatingPointError, guard.end_run)
     unchecked = Scheduler()
     GuardedScheduler(unchecked, world_axis(), check=False)
     unchecked.set_timesteps(3, shift=rank)
@@ -148,7 +158,10 @@ class TestRankGuard(unittest.TestCase):
             assert "different schedules: sigmas is [64]" in messages["sigmas"]
             assert messages["first"] == "0 step 0: NaN or inf in the latents of rank 1"
             assert messages["nan"] == "4 step 2: NaN or inf in the latents of rank 1"
-            assert messages["inf"] == "6 step 6: NaN or inf in the latents of ranks 0, 1, 2"
+            assert messages["inf"] == "end step 6: NaN or inf in the latents of ranks 0, 1, 2"
+            assert messages["of some steps"] == "end step 3: NaN or inf in the latents of rank 1"
+            assert messages["next"] == "nothing"
+            assert messages["sound"] == "step 1: NaN or inf in the latents of rank 1"
             assert messages["off"] == "[1.0, 2.0]"
 
     def test_agree(self):
