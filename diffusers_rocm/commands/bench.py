@@ -13,7 +13,7 @@ from ..distributed.launching import launch, under_torchrun
 from ..distributed.mesh import AXES
 from ..pipelines.generation import GenerationRequest
 from ..pipelines.memory import measure_memory, report
-from ..pipelines.random_pipeline import write_random_flux
+from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
 from . import generate
 
 
@@ -36,13 +36,20 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     """Raises ValueError."""
     if args.json is not None:
         generate.check_writable(args.json.parent)
-    if args.write_random_flux and not Path(args.model, "model_index.json").exists():
+        if args.json.is_dir():
+            raise ValueError(f"--json {args.json} is a folder")
+    if args.prompts_file is not None or len(args.prompt) > 1:
+        raise ValueError("bench memory makes one picture: give one --prompt, or none")
+    args.prompt = args.prompt or ["a red bicycle"]
+    writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
+    if writes:
         generate.check_writable(Path(args.model))
-        print(f"writing a pipeline of random weights to {args.model}", file=sys.stderr)
+        write_flux_configs(Path(args.model))
+    request = generate.check(args)
+    if writes:
+        print(f"random weights are in {args.model}, or are written there now", file=sys.stderr)
         write_random_flux(Path(args.model))
-    if not args.prompt and args.prompts_file is None:
-        args.prompt = ["a red bicycle"]
-    return generate.check(args)
+    return request
 
 
 @record

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -16,7 +17,7 @@ from ..distributed import default_device_type
 from ..distributed.launching import check_port, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.rank_guard import RANK_CHECKS
-from ..pipelines.generation import GenerationRequest, generate
+from ..pipelines.generation import GenerationRequest, call_arguments, generate
 from ..pipelines.load import OFFLOADS
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS, check_quantization
@@ -203,7 +204,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         raise ValueError("videos need imageio-ffmpeg: pip install imageio imageio-ffmpeg")
     if Path(args.model).resolve() == EMBEDDED_MODEL.resolve():
         options = {name: EMBEDDED_DEFAULTS[name] if value is None else value for name, value in options.items()}
-    return GenerationRequest(
+    request = GenerationRequest(
         model=args.model,
         prompts=prompts,
         **degrees,
@@ -229,6 +230,10 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),
         **options,
     )
+    pipeline = folder.pipeline(args.image is not None)
+    if pipeline is not DiffusionPipeline:  # a class that this diffusers knows
+        call_arguments(pipeline, request)
+    return request
 
 
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:

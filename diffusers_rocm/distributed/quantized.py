@@ -6,6 +6,7 @@ are cut; those of a group of a row's elements are cut between groups. Nothing is
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,17 +34,30 @@ def parts(x: Tensor) -> dict[str, Tensor]:
     return {name: getattr(x, name) for name in names if getattr(x, name) is not None}
 
 
+def _attributes(x: Tensor) -> dict[str, Any]:
+    """What a quantised tensor is made of besides its parts."""
+    names = (*getattr(x, "tensor_attribute_names", ()), *getattr(x, "optional_tensor_attribute_names", ()))
+    return {name: getattr(x, name) for name in names}
+
+
 def with_parts(like: Tensor, made_of: dict[str, Tensor], shape: torch.Size) -> Tensor:
     """A tensor as `like`, of this shape, made of these parts."""
     if not is_quantized(like):
         return made_of[""]
-    names = (*getattr(like, "tensor_attribute_names", ()), *getattr(like, "optional_tensor_attribute_names", ()))
-    attributes = {name: getattr(like, name) for name in names}
-    block = attributes["block_size"]  # how many elements have a scale in common: all of a dim, or a group
-    attributes["block_size"] = type(block)(
-        size if common == whole else common for size, common, whole in zip(shape, block, like.shape, strict=True)
-    )
+    attributes, scale = _attributes(like), made_of["scale"]
+    # How many elements have a scale in common, in each dim.
+    counts = scale.shape if scale.ndim == len(shape) else (1,) * len(shape)
+    common = (size // count for size, count in zip(shape, counts, strict=True))
+    attributes["block_size"] = type(like.block_size)(common)
     return type(like)(**made_of, **attributes)
+
+
+def kind(x: Tensor) -> str:
+    """What must be the same where several tensors are parts of one, or copies: all but shapes and values."""
+    if not is_quantized(x):
+        return str(x.dtype).removeprefix("torch.")
+    said = {name: value for name, value in _attributes(x).items() if name != "block_size"}
+    return f"{type(x).__name__} of {', '.join(f'{name} {kind(part)}' for name, part in parts(x).items())}; {said}"
 
 
 def on_parts(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -79,10 +93,12 @@ def take(shard: Shard, full: Tensor, rank: int, world: int) -> Tensor | None:
     return with_parts(full, made_of, shard.local_shape(full.shape, rank, world))
 
 
-def layouts(local: Tensor, shard: Shard, shape: torch.Size, axis: Axis) -> dict[str, Shard | None]:
+def layouts(
+    local: Tensor, shard: Shard, shape: torch.Size, axis: Axis, when_cut: dict[str, Shard | None] | None = None
+) -> dict[str, Shard | None]:
     """How the parts of a tensor of this shape, of which each rank has its shard, are laid out; None for what all have.
 
-    All ranks of the axis must call it.
+    That is known of what was cut. What was quantised later tells by its sizes: all ranks of the axis must call it.
 
     Raises:
         ValueError: shards that were quantised each by itself, which no whole tensor is made of; on all ranks.
@@ -90,6 +106,8 @@ def layouts(local: Tensor, shard: Shard, shape: torch.Size, axis: Axis) -> dict[
     if not is_quantized(local):
         return {"": shard}
     made_of = parts(local)
+    if when_cut is not None and when_cut.keys() == made_of.keys():
+        return when_cut
     counts = [part.shape[shard.dim] if part.ndim == len(shape) else 1 for part in made_of.values()]
     prints = fingerprints(made_of.values())
     by_rank = all_gather_int64(torch.tensor([counts, prints]).flatten(), axis).view(axis.size, 2, -1)

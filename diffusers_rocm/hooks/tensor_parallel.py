@@ -15,9 +15,10 @@ from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import nn
 
+from ..distributed.agreement import agree
 from ..distributed.axis import Axis
 from ..distributed.collectives import as_sent, broadcast_from_first
-from ..distributed.quantized import is_quantized, layouts, on_parts, parts, shard_of_part, take, with_parts
+from ..distributed.quantized import is_quantized, kind, layouts, on_parts, parts, shard_of_part, take, with_parts
 from ..distributed.sharding import Block, Shard
 from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
@@ -224,13 +225,15 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
         if placement.style == "replicate":
             continue
         attributes: dict[str, Any] = {"__class__": type(module)}
-        shapes, requires_grad = {}, {}
+        shapes, requires_grad, of_parts = {}, {}, {}
         for name, shard in placement.shards.items():
             parameter = getattr(module, name)
             shapes[name], requires_grad[name] = parameter.shape, parameter.requires_grad
             full = parameter.detach()
             if source is not None:
                 full = on_parts(functools.partial(broadcast_from_first, axis=source), full)
+            if is_quantized(full):
+                of_parts[name] = {key: shard_of_part(shard, x.shape, full.shape) for key, x in parts(full).items()}
             _set_parameter(module, name, take(shard, full, axis.rank, axis.size), parameter.requires_grad)
         if placement.style in ("local", "local_input"):
             for name, shard in placement.local.items():
@@ -242,7 +245,8 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
         if style.becomes is not None:
             sharded = style.becomes if isinstance(style.becomes, type) else style.becomes(type(module))
             _become(module, sharded)
-        module.sharding = layers.Sharding(axis, placement.shards, shapes, requires_grad, attributes, placement.local)
+        of_module = placement.shards, shapes, requires_grad, attributes, placement.local, of_parts
+        module.sharding = layers.Sharding(axis, *of_module)
 
 
 @torch.inference_mode(False)
@@ -281,7 +285,7 @@ def gather_parameter(module: nn.Module, name: str, assemble: bool = True) -> tor
         full = broadcast_from_first(buffer, axis).to(like.device)
         return full if assemble else None
     made_of = {}
-    for part_name, layout in layouts(local, shard, shape, axis).items():
+    for part_name, layout in layouts(local, shard, shape, axis, sharding.parts.get(name)).items():
         part = parts(local.detach())[part_name]
         made_of[part_name] = part if layout is None else _gather(part, layout, axis, assemble)
     return with_parts(local, made_of, shape) if assemble else None
@@ -303,23 +307,31 @@ def _gather(local: torch.Tensor, shard: Shard, axis: Axis, assemble: bool) -> to
     return full
 
 
-def check_can_be_whole(model: nn.Module) -> None:
+def check_can_be_whole(model: nn.Module, adapters_only: bool = False) -> None:
     """All ranks that share the model must call it.
 
     Raises:
-        ValueError: shards that were quantised each by itself, which no whole weight is made of.
+        ValueError: shards that were quantised each by itself, which no whole weight is made of, or otherwise on some
+            ranks; on all of them.
     """
-    for path, module in model.named_modules():
-        for name, shard in getattr(getattr(module, "sharding", None), "shards", {}).items():
-            if shard.dim is None:
-                continue
-            try:
-                layouts(getattr(module, name), shard, module.sharding.shapes[name], module.sharding.axis)
-            except ValueError as error:
-                raise ValueError(
-                    f"the shards of {path}.{name} were quantised and cannot be made whole ({error}): load the model "
-                    "again, or quantise it before parallelism is enabled"
-                ) from None
+    shards = [
+        (path, name, getattr(module, name), module.sharding)
+        for path, module in model.named_modules()
+        if ".lora_" in path or not adapters_only
+        for name, shard in getattr(getattr(module, "sharding", None), "shards", {}).items()
+        if shard.dim is not None
+    ]
+    if not shards:
+        return
+    agree("kinds of weights", {f"{path}.{name}": kind(local) for path, name, local, _ in shards}, shards[0][-1].axis)
+    for path, name, local, sharding in shards:
+        try:
+            layouts(local, sharding.shards[name], sharding.shapes[name], sharding.axis, sharding.parts.get(name))
+        except ValueError as error:
+            raise ValueError(
+                f"the shards of {path}.{name} were quantised and cannot be made whole ({error}): load the model "
+                "again, or quantise it before parallelism is enabled"
+            ) from None
 
 
 def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ class Sharding:
         requires_grad: parameter name -> whether it was trained; a rank without its share of a bias cannot tell.
         attributes: what sharding overwrote, as it was: class and sizes.
         local: what else is local, as in the `Placement`.
+        parts: parameter name -> layouts of the parts of a quantised one that was cut; None for what all ranks have.
     """
 
     axis: Axis
@@ -40,6 +41,7 @@ class Sharding:
     requires_grad: dict[str, bool] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     local: dict[str, Shard] = field(default_factory=dict)
+    parts: dict[str, dict[str, Shard | None]] = field(default_factory=dict)
 
 
 class ColumnParallelLinear(nn.Linear):

@@ -8,7 +8,7 @@ from torch import nn
 from ..distributed.agreement import agree, fingerprints
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
-from ..distributed.quantized import parts
+from ..distributed.quantized import is_quantized, kind, parts
 from .tensor_parallel import sharded_modules
 
 
@@ -29,7 +29,9 @@ def first_difference(model: nn.Module, axis: Axis, names: Collection[str] | None
         if id(whole) not in cut and (names is None or name in names)
         for part, x in parts(whole).items()
     }
-    agree("models", {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}, axis)
+    kinds = {name: kind(x) for name, x in named.items() if is_quantized(x)}
+    shapes = {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}
+    agree("models", kinds | shapes, axis)
     if not tensors:
         return None
     rows = all_gather_int64(torch.tensor(fingerprints(tensors.values())), axis)

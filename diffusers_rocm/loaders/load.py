@@ -182,6 +182,12 @@ def fill(
             source.read(tensor, shard.dim, shard.runs(tp.rank, tp.size))
         if quantizer is not None and quantizer.check_if_quantized_param(model, tensor, key, {}):
             quantizer.create_quantized_param(model, tensor, key, device, {}, [])
+            kept_plain = type(getattr(module, attribute).data) is Tensor
+            if kept_plain and type(quantizer.quantization_config.quant_type).__name__ != "FqnToConfig":
+                raise ValueError(
+                    f"torchao cannot quantise this rank's {[*was.shape]} of {key}, {[*shape]} in all: another group "
+                    "size or another tp may fit, or name it in modules_to_not_convert"
+                )
             continue
         if isinstance(was, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=was.requires_grad)

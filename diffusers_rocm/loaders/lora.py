@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
+from ..distributed.quantized import is_quantized
 from ..hooks.modulation import StepModulation
-from ..hooks.tensor_parallel import base_layer, sharded_modules, unshard_modules
+from ..hooks.tensor_parallel import base_layer, check_can_be_whole, sharded_modules, unshard_modules
 from ..hooks.weight_agreement import first_difference
 from .load import shard_additions
 
@@ -51,6 +52,8 @@ def settle_lora_biases(model: nn.Module) -> None:
 
 
 def _unshard_adapters(model: nn.Module) -> None:
+    """Raises ValueError, before anything changes, where adapters were quantised on each rank by itself."""
+    check_can_be_whole(model, adapters_only=True)
     for _, layer in _adapted(model):
         for name, part in layer.named_children():
             if name != "base_layer":
@@ -230,6 +233,12 @@ def wrap_fuse_lora(original: Callable) -> Callable:
         world = _world(self)
         if world is None:
             return original(self, *args, **kwargs)
+        quantized = [m for m in sharded_modules(self) if is_quantized(getattr(m, "weight", None))]
+        if quantized:
+            raise ValueError(
+                f"the weights of this {type(self).__name__} are quantised shards, which fusing would round again, "
+                "each rank by itself: leave the adapters unfused, or fuse them before the model is quantised"
+            )
         with fail_together("fuse adapters", world):  # safe_fusing finds a NaN on the rank that has it
             return original(self, *args, **kwargs)
 

@@ -5,10 +5,12 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from diffusers.utils import logging
+from safetensors import SafetensorError
 from torch import nn
 
 from ..distributed.agreement import fail_together
@@ -35,6 +37,7 @@ from ..hooks.weight_agreement import first_difference
 from ..loaders.load import shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
+from ..loaders.stored_tensor import stored_tensors
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
 from .plans import get_context_parallel_plan, get_tensor_parallel_plan
@@ -237,7 +240,7 @@ def wrap_save_pretrained(original: Callable) -> Callable:
             return original(self, save_directory, *args, **kwargs)
         check_weights_are_here(self, "save the model before group offloading")
         if any(is_quantized(parameter) for parameter in self.parameters()):
-            raise ValueError(f"this {type(self).__name__} is quantised: call disable_parallelism(), then save it")
+            raise ValueError(f"this {type(self).__name__} is quantised, and is not saved while it is parallel")
         return save_checkpoint(self, save_directory, *args, **kwargs)
 
     return save_pretrained
@@ -256,7 +259,12 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
         if axes.tp.size > 1 and original.__name__ == "from_pretrained":
             kwargs.setdefault("use_safetensors", True)
         with fail_together(f"load a {cls.__name__}", axes.world), sharded_loading(axes.tp):
-            loaded = original.__func__(cls, *args, **kwargs)
+            try:
+                loaded = original.__func__(cls, *args, **kwargs)
+            except SafetensorError:  # of a reader that does not name the file
+                for file in sorted(Path(str(args[0] if args else "")).rglob("*.safetensors")):
+                    stored_tensors(file)
+                raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         model.enable_parallelism(config=ours)
         return loaded

@@ -120,13 +120,13 @@ def _enable(vae: nn.Module | None, name: str) -> None:
     getattr(vae, f"enable_{name}")()
 
 
-def call_arguments(pipe: DiffusionPipeline, request: GenerationRequest) -> dict:
-    """The request in the words of this pipeline's `__call__`.
+def call_arguments(pipeline: type[DiffusionPipeline], request: GenerationRequest) -> dict:
+    """The request in the words of the pipeline's `__call__`.
 
     Raises:
         ValueError: the pipeline has no such argument.
     """
-    known = inspect.signature(pipe.__call__).parameters
+    known = inspect.signature(pipeline.__call__).parameters
     arguments = {
         "num_inference_steps": request.steps,
         "guidance_scale": request.guidance,
@@ -144,7 +144,7 @@ def call_arguments(pipe: DiffusionPipeline, request: GenerationRequest) -> dict:
     arguments = {name: value for name, value in arguments.items() if value is not None}
     unknown = [name for name in arguments if name not in known]
     if unknown:
-        raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}")
+        raise ValueError(f"{pipeline.__name__} takes no {', '.join(unknown)}")
     return arguments
 
 
@@ -206,7 +206,7 @@ def generate(request: GenerationRequest) -> list[Path]:
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
     pipe, axes = load(request, device)
-    arguments = call_arguments(pipe, request)
+    arguments = call_arguments(type(pipe), request)
     seed = random.SystemRandom().randrange(2**31) if request.seed is None else request.seed
     seed = broadcast_from_first(torch.tensor(seed), axes.world).item()
     loaded = time.perf_counter() - started

@@ -95,7 +95,7 @@ def measure_memory(request: GenerationRequest) -> dict[str, Any]:
         prompt=request.prompts[0],
         generator=torch.Generator().manual_seed(0),
         output_type="pil" if decodes else "latent",
-        **call_arguments(pipe, request),
+        **call_arguments(type(pipe), request),
     )
     peaks.end()
     row = torch.tensor([peaks.peaks.get(stage, (0, 0)) for stage in STAGES]).flatten()
@@ -118,6 +118,13 @@ def report(measured: dict[str, Any]) -> str:
     mesh = " x ".join(f"{name}={size}" for name, size in measured["mesh"].items() if size > 1) or "one rank"
     lines = [f"{measured['request']['model']}, {mesh} on {measured['device']}: peak GiB, rank by rank"]
     for stage, of in measured["peaks"].items():
-        cells = [" ".join(f"{value / 2**30:6.2f}" for value in of[where]) for where in ("device", "host")]
-        lines.append(f"{stage:8} device {cells[0]}   host {cells[1]}")
+        # A rank that has no part in a stage, as in decoding, has no peak either.
+        device, host = (
+            " ".join(
+                f"{size / 2**30:6.2f}" if there else "     -"
+                for size, there in zip(of[where], of["host"], strict=True)
+            )
+            for where in ("device", "host")
+        )
+        lines.append(f"{stage:8} device {device}   host {host}")
     return "\n".join(lines)

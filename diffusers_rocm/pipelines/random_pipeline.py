@@ -40,31 +40,37 @@ FLUX_DEV: dict[str, dict[str, Any]] = {
 
 SHARD_BYTES = 2 * 2**30
 
+_INDEX = json.loads((EMBEDDED_MODEL / "model_index.json").read_text())
+
 
 def write_random_flux(
     folder: Path, configs: Mapping[str, Mapping[str, Any]] = FLUX_DEV, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Write the pipeline: the embedded one's tokenizers, and models of these configs with normal weights.
 
-    At most two gigabytes are in memory at a time. The index comes last, so that a folder which has one is complete.
+    At most two gigabytes are in memory at a time. What is there already stays.
     """
-    shutil.copytree(
-        EMBEDDED_MODEL, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "model_index.json")
-    )
-    index = json.loads((EMBEDDED_MODEL / "model_index.json").read_text())
-    for name, changes in configs.items():
-        file = folder / name / "config.json"
-        config = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps(config, indent=2))
-        library, cls = index[name]
+    write_flux_configs(folder, configs)
+    for name in configs:
+        config = json.loads((folder / name / "config.json").read_text())
+        library, cls = _INDEX[name]
         with torch.device("meta"):
             if library == "diffusers":
                 model, weights = getattr(diffusers, cls).from_config(config), SAFETENSORS_WEIGHTS_NAME
             else:
                 made = getattr(transformers, cls)
                 model, weights = made(made.config_class(**config)), SAFE_WEIGHTS_NAME
-        _write(model, folder / name / weights, dtype)
-    shutil.copy(EMBEDDED_MODEL / "model_index.json", folder)
+        file = folder / name / weights
+        if not file.with_name(f"{file.name}.index.json").exists():  # which comes last
+            _write(model, file, dtype)
+
+
+def write_flux_configs(folder: Path, configs: Mapping[str, Mapping[str, Any]] = FLUX_DEV) -> None:
+    """All but the weights."""
+    shutil.copytree(EMBEDDED_MODEL, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name, changes in configs.items():
+        file = folder / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2))
 
 
 def _write(model: nn.Module, file: Path, dtype: torch.dtype) -> None:

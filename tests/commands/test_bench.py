@@ -1,14 +1,16 @@
 """`diffusers-rocm bench memory`, and the pipeline of random weights that it can write."""
 
 import json
+import re
 import tempfile
 import unittest
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import torch
 from diffusers import FluxPipeline
+from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig, commands, load_pipeline
 from diffusers_rocm.pipelines.memory import STAGES, StagePeaks
@@ -50,6 +52,23 @@ class TestBench(unittest.TestCase):
         assert list(measured["peaks"]) == list(STAGES)
         for stage in STAGES:
             assert measured["peaks"][stage]["device"] == [0] and measured["peaks"][stage]["host"][0] > 2**26, stage
+
+    @parameterized.expand(
+        [
+            ("steps", ["--steps", "0"], "--steps must be at least 1"),
+            ("json", ["--json", "{folder}"], "--json .* is a folder"),
+            ("prompts", ["--prompt", "a", "--prompt", "b"], "makes one picture: give one --prompt"),
+            ("kind", ["--quantization", "int4", "--device", "cpu"], "int4 needs a GPU"),
+        ]
+    )
+    def test_message(self, _, arguments, message):
+        """Before anything is written."""
+        stderr = StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stderr(stderr):
+            given = [each.format(folder=folder) for each in arguments]
+            code = commands.main(["bench", "memory", "--model", f"{folder}/flux", "--write-random-flux", *given])
+            assert not [*Path(folder).rglob("*.safetensors")]
+        assert code == 2 and re.fullmatch(f"diffusers-rocm: .*{message}.*\n", stderr.getvalue()), stderr.getvalue()
 
     def test_peaks_are_of_their_stage(self):
         peaks = StagePeaks(torch.device("cpu"))

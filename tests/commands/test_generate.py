@@ -300,6 +300,7 @@ class TestBadInput(unittest.TestCase):
                 ["--prompt", "x", "--cfg", "2"],
                 "--cfg 2: .* runs guidance only with a --negative-prompt",
             ),
+            ("no video", ["--prompt", "x", "--num-frames", "9"], "FluxPipeline takes no num_frames"),
             ("no GPU", ["--prompt", "x", "--quantization", "int4", "--device", "cpu"], "int4 needs a GPU; int8, "),
         ]
     )

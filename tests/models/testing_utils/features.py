@@ -79,7 +79,7 @@ class Feature:
     not_whole: str | None = None
 
 
-QUANTIZED = "is quantised: call disable_parallelism(), then save it"
+QUANTIZED = "is quantised, and is not saved while it is parallel"
 NOT_WHOLE = "were quantised and cannot be made whole"
 FEATURES: dict[str, Feature] = {
     "alone": Feature(),
