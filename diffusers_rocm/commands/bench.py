@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..distributed.launching import launch, under_torchrun
+from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES
 from ..pipelines.generation import GenerationRequest
 from ..pipelines.memory import measure_memory, report
@@ -60,8 +60,6 @@ def measure(request: GenerationRequest, file: Path | None) -> None:
         print(report(measured))
         if file is not None:
             file.write_text(json.dumps(measured, indent=1) + "\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
@@ -69,4 +67,6 @@ def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -
     if world > 1 and not under_torchrun():
         return launch(world, ["diffusers_rocm", *argv], port=args.port)
     measure(request, args.json)
+    if under_torchrun():
+        end_rank()
     return 0

@@ -8,13 +8,12 @@ import re
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import default_device_type
-from ..distributed.launching import check_port, launch, under_torchrun
+from ..distributed.launching import check_port, end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.rank_guard import RANK_CHECKS
 from ..pipelines.generation import GenerationRequest, call_arguments, generate
@@ -239,8 +238,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     if under_torchrun():
         record(generate)(request)
-        dist.destroy_process_group()
-        return 0
+        end_rank()
     world = math.prod(getattr(request, name) for name in AXES)
     if world == 1:
         generate(request)

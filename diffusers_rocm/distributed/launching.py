@@ -19,8 +19,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
@@ -192,3 +193,14 @@ class _Forwarder:
                 self._seen.add(key)
                 self._write(target, b"[rank %d] %s\n" % (rank, line))
         del self._waiting[:due]
+
+
+def end_rank() -> NoReturn:
+    """Leave the group, and the process: it has nothing to do any more.
+
+    Without the interpreter's own end, in which threads of a process group that are still there abort the process.
+    """
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

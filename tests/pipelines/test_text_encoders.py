@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import re
 import shutil
 import tempfile
@@ -32,7 +33,7 @@ from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..loaders.testing_utils import elements_read
 from ..models.testing_utils.parallelism import FLOAT32_BAR
-from ..testing_utils import message_of, relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
 
 
 CPU = torch.device("cpu")
@@ -277,6 +278,26 @@ def quantized_worker() -> list[dict]:
             }
         )
     return results
+
+
+@torch.no_grad()
+def waiting_worker(offload: str, quantized: bool) -> dict:
+    """On GPUs: the picture, and where the transformer's weights are when it is made."""
+    config = torchao_config("int8") if quantized else None
+    wanted = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="none", quantization_config=config)
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload=offload, quantization_config=config)
+    error = relative_l2(pictures(pipe), pictures(wanted))
+    pipe.maybe_free_model_hooks()
+    return {"error": error, "devices": sorted({x.device.type for x in pipe.transformer.parameters()})}
+
+
+@require_torch_multi_accelerator
+class TestLoadPipelineAccelerator(unittest.TestCase):
+    @parameterized.expand(itertools.product(("none", "model", "group", "auto"), (False, True)))
+    def test_offload(self, offload, quantized):
+        for result in run_ranks(2, waiting_worker, offload, quantized, device="cuda"):
+            assert result["error"] <= FLOAT32_BAR, result
+            assert result["devices"] == (["cpu"] if offload in ("model", "group") else ["cuda"]), result
 
 
 class TestLoadPipeline(unittest.TestCase):
