@@ -43,6 +43,8 @@ def wrap_load_state_dict(original: Callable) -> Callable:
     def load_state_dict(checkpoint_file, *args, **kwargs):
         if _tp.get() is None:
             return original(checkpoint_file, *args, **kwargs)
+        if str(checkpoint_file).endswith(".gguf"):
+            raise _cannot_cut("GGUF", "model")
         return stored_tensors(checkpoint_file)
 
     return load_state_dict
@@ -101,11 +103,7 @@ def _load_sharded(
     if not low_cpu_mem_usage:
         raise ValueError("low_cpu_mem_usage=False builds the whole model on every rank; leave it out")
     if hf_quantizer is not None and not _is_torchao(hf_quantizer):
-        method = getattr(hf_quantizer.quantization_config.quant_method, "value", "?")
-        raise ValueError(
-            f"weights of {method} cannot be cut: for a {name} over ranks, load the unquantised checkpoint with "
-            "torchao's quantisation, TorchAoConfig(Int8WeightOnlyConfig()), say"
-        )
+        raise _cannot_cut(getattr(hf_quantizer.quantization_config.quant_method, "value", "?"), name)
     if device_map is not None and set(device_map) != {""}:
         raise ValueError(f"a {name} that is sharded over ranks is on one device each: device_map={{'': device}}")
     device = torch.device((device_map or {"": "cpu"})[""])
@@ -116,6 +114,13 @@ def _load_sharded(
     for pattern in type(model)._keys_to_ignore_on_load_unexpected or ():
         unexpected = [key for key in unexpected if re.search(pattern, key) is None]
     return unexpected
+
+
+def _cannot_cut(method: str, name: str) -> ValueError:
+    return ValueError(
+        f"weights of {method} cannot be cut: for a {name} over ranks, load the unquantised checkpoint with torchao's "
+        "quantisation, TorchAoConfig(Int8WeightOnlyConfig()), say"
+    )
 
 
 def _is_torchao(quantizer: Any) -> bool:

@@ -230,6 +230,14 @@ class TestQuantization(unittest.TestCase):
             for message in run_ranks(2, other_method_worker, config, folder, method):
                 assert f"weights of {method} cannot be cut" in message and "TorchAoConfig" in message, message
 
+    def test_gguf_is_refused(self):
+        config = CONFIGS["flux"]()
+        with tempfile.TemporaryDirectory() as folder:
+            config.get_model().save_pretrained(folder)
+            Path(folder, "model.gguf").write_bytes(b"GGUF")
+            for message in run_ranks(2, gguf_worker, config, folder):
+                assert "weights of GGUF cannot be cut" in message and "TorchAoConfig" in message, message
+
     def test_groups_that_ranks_would_cut(self):
         """Wan's feed-forward is dealt in fours here, and eights have a scale in common."""
         for message in run_ranks(2, cut_groups_worker, CONFIGS["wan"]()):
@@ -261,6 +269,15 @@ def other_method_worker(config: BaseModelTesterConfig, folder: str, method: str)
             parallel_config=TensorParallelConfig(tp=2),
             quantization_config=cls(**arguments),
         )
+
+
+def gguf_worker(config: BaseModelTesterConfig, folder: str) -> str:
+    return message_of(
+        config.model_class.from_single_file,
+        f"{folder}/model.gguf",
+        config=folder,
+        parallel_config=TensorParallelConfig(tp=2),
+    )
 
 
 @torch.no_grad()
