@@ -4,9 +4,7 @@ python utils/run_features.py      some minutes on 2 cores; then utils/make_table
 """
 
 import json
-import math
 import sys
-import tempfile
 from pathlib import Path
 
 import diffusers
@@ -17,31 +15,13 @@ import torchao
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.models.testing_utils.features import (  # noqa: E402
-    CONFIG,
-    FEATURES,
-    MESHES,
-    PIPELINES,
-    feature_worker,
-    pipeline_worker,
-    table_row,
-)
-from tests.testing_utils import run_ranks  # noqa: E402
+from tests.models.testing_utils.features import FEATURES, MESHES, PIPELINES, run, table_row  # noqa: E402
 
 
 def main() -> None:
     rows = []
     for name in (*FEATURES, *PIPELINES):
-        by_mesh = {}
-        for mesh, degrees in MESHES.items():
-            world = math.prod(degrees.values())
-            if name in PIPELINES:
-                by_mesh[mesh] = run_ranks(world, pipeline_worker, name, degrees)
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                CONFIG.get_model().save_pretrained(folder)
-                by_mesh[mesh] = run_ranks(world, feature_worker, name, degrees, folder)
-        rows.append(table_row(name, by_mesh))
+        rows.append(table_row(name, {mesh: run(name, mesh) for mesh in MESHES}))
         print(rows[-1], flush=True)
     versions = {"torch": torch.__version__, "diffusers": diffusers.__version__, "torchao": torchao.__version__}
     content = {"versions": versions, "meshes": list(MESHES), "rows": rows}

@@ -138,6 +138,10 @@ def check_image(file: Path) -> None:
         raise ValueError(f"--image {file}: {error.strerror or 'not a picture'}") from None
 
 
+def on_gpus(args: argparse.Namespace) -> bool:
+    return args.device == "cuda" or (args.device is None and default_device_type() != "cpu")
+
+
 def ranks(args: argparse.Namespace) -> int:
     """How many ranks there are, or are to be started.
 
@@ -147,13 +151,12 @@ def ranks(args: argparse.Namespace) -> int:
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     degrees = [getattr(args, name) for name in AXES]
-    on_gpus = args.device == "cuda" or (args.device is None and default_device_type() != "cpu")
     count = torch.cuda.device_count()
     if -1 in degrees:
-        if not on_gpus:
+        if not on_gpus(args):
             raise ValueError("-1 takes the GPUs that are left, and there are none; say how many ranks to start")
         return count
-    if on_gpus and math.prod(degrees) > count:
+    if on_gpus(args) and math.prod(degrees) > count:
         wanted = math.prod(degrees)
         raise ValueError(f"{wanted} ranks need as many GPUs and {count} are visible; --device cpu needs none")
     return math.prod(degrees)
@@ -188,7 +191,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     if args.lora is not None:
         check_lora(args.lora)
     if args.quantization is not None:
-        check_quantization(args.quantization, on_gpus=args.device != "cpu" and default_device_type() != "cpu")
+        check_quantization(args.quantization, on_gpus(args))
     if not under_torchrun():  # a rank finds its own launcher on the port
         check_port(args.port)
     check_writable(args.out)

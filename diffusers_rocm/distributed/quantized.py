@@ -82,23 +82,32 @@ def shard_of_part(shard: Shard, part: Sequence[int], shape: Sequence[int]) -> Sh
     return Shard(shard.dim, tuple(Block(block.size // group, block.unit // group) for block in shard.blocks))
 
 
+def when_cut(x: Tensor, shard: Shard) -> dict[str, Shard | None]:
+    """How the parts of `x` are laid out where it is cut by the shard; None for what all ranks have.
+
+    Raises:
+        ValueError: groups of elements with a scale in common would be cut.
+    """
+    if not is_quantized(x):
+        return {"": shard}
+    return {name: shard_of_part(shard, part.shape, x.shape) for name, part in parts(x).items()}
+
+
 def take(shard: Shard, full: Tensor, rank: int, world: int) -> Tensor | None:
     """`shard.take`, of a quantised tensor too."""
     if not is_quantized(full):
         return shard.take(full, rank, world)
-    made_of = {}
-    for name, part in parts(full).items():
-        layout = shard_of_part(shard, part.shape, full.shape)
-        made_of[name] = part.clone() if layout is None else layout.take(part, rank, world)
-    return with_parts(full, made_of, shard.local_shape(full.shape, rank, world))
+    cut, made_of = when_cut(full, shard), parts(full)
+    local = {name: x.clone() if cut[name] is None else cut[name].take(x, rank, world) for name, x in made_of.items()}
+    return with_parts(full, local, shard.local_shape(full.shape, rank, world))
 
 
 def layouts(
-    local: Tensor, shard: Shard, shape: torch.Size, axis: Axis, when_cut: dict[str, Shard | None] | None = None
+    local: Tensor, shard: Shard, shape: torch.Size, axis: Axis, known: dict[str, Shard | None] | None = None
 ) -> dict[str, Shard | None]:
     """How the parts of a tensor of this shape, of which each rank has its shard, are laid out; None for what all have.
 
-    That is known of what was cut. What was quantised later tells by its sizes: all ranks of the axis must call it.
+    That is `known` of what was cut. What was quantised later tells by its sizes: all ranks of the axis must call it.
 
     Raises:
         ValueError: shards that were quantised each by itself, which no whole tensor is made of; on all ranks.
@@ -106,8 +115,8 @@ def layouts(
     if not is_quantized(local):
         return {"": shard}
     made_of = parts(local)
-    if when_cut is not None and when_cut.keys() == made_of.keys():
-        return when_cut
+    if known is not None and known.keys() == made_of.keys():
+        return known
     counts = [part.shape[shard.dim] if part.ndim == len(shape) else 1 for part in made_of.values()]
     prints = fingerprints(made_of.values())
     by_rank = all_gather_int64(torch.tensor([counts, prints]).flatten(), axis).view(axis.size, 2, -1)

@@ -18,7 +18,7 @@ from torch import nn
 from ..distributed.agreement import agree
 from ..distributed.axis import Axis
 from ..distributed.collectives import as_sent, broadcast_from_first
-from ..distributed.quantized import is_quantized, kind, layouts, on_parts, parts, shard_of_part, take, with_parts
+from ..distributed.quantized import is_quantized, kind, layouts, on_parts, parts, take, when_cut, with_parts
 from ..distributed.sharding import Block, Shard
 from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
@@ -158,16 +158,13 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
                 shards = plan.slices(argument, module, model.config, world)
             short = [block for shard in shards.values() for block in shard.blocks if block.size // block.unit < world]
             for key, shard in shards.items():
-                whole = getattr(module, key)
-                if is_quantized(whole):
-                    try:
-                        for part in parts(whole).values():
-                            shard_of_part(shard, part.shape, whole.shape)
-                    except ValueError as error:
-                        raise ValueError(
-                            f"the quantised {key} of {path} cannot be cut for tp={world}: {error}; enable parallelism "
-                            "on the unquantised model, then quantise its shards"
-                        ) from None
+                try:
+                    when_cut(getattr(module, key), shard)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the quantised {key} of {path} cannot be cut for tp={world}: {error}; enable parallelism on "
+                        "the unquantised model, then quantise its shards"
+                    ) from None
             if short:
                 raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
             placements.append(Placement(path, module, name, shards, local))
@@ -233,7 +230,7 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
             if source is not None:
                 full = on_parts(functools.partial(broadcast_from_first, axis=source), full)
             if is_quantized(full):
-                of_parts[name] = {key: shard_of_part(shard, x.shape, full.shape) for key, x in parts(full).items()}
+                of_parts[name] = when_cut(full, shard)
             _set_parameter(module, name, take(shard, full, axis.rank, axis.size), parameter.requires_grad)
         if placement.style in ("local", "local_input"):
             for name, shard in placement.local.items():

@@ -23,13 +23,11 @@ def first_difference(model: nn.Module, axis: Axis, names: Collection[str] | None
     """
     cut = {id(getattr(module, name)) for module in sharded_modules(model) for name in module.sharding.shards}
     named = dict(model.named_parameters()) | dict(model.named_buffers())
+    wholes = {name: x for name, x in named.items() if id(x) not in cut and (names is None or name in names)}
+    kinds = {name: kind(x) for name, x in wholes.items() if is_quantized(x)}
     tensors = {
-        f"{name}.{part}" if part else name: x
-        for name, whole in named.items()
-        if id(whole) not in cut and (names is None or name in names)
-        for part, x in parts(whole).items()
+        f"{name}.{part}" if part else name: x for name, whole in wholes.items() for part, x in parts(whole).items()
     }
-    kinds = {name: kind(x) for name, x in named.items() if is_quantized(x)}
     shapes = {name: f"{[*x.shape]} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()}
     agree("models", kinds | shapes, axis)
     if not tensors:

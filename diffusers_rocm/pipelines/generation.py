@@ -7,7 +7,6 @@ import os
 import platform
 import random
 import re
-import resource
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from ..models._modeling_parallel import ParallelConfig
 from .contact_sheet import contact_sheet
 from .load import load_pipeline
 from .model_folder import ModelFolder
+from .peaks import device_peak, host_peak
 from .quantization import torchao_config
 
 
@@ -176,10 +176,7 @@ class StepTimer:
 
 def peak_memory(world: Axis, device: torch.device) -> list[int]:
     """Peak bytes of each rank so far: of its device, or of its host memory on a CPU."""
-    if device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    else:
-        peak = torch.get_device_module(device.type).max_memory_allocated()
+    peak = host_peak() if device.type == "cpu" else device_peak(device)
     return all_gather_int64(torch.tensor([peak]), world).flatten().tolist()
 
 

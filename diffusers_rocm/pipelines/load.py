@@ -1,7 +1,7 @@
 """A whole pipeline from its folder, no rank holding more than it has to at any time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,9 @@ def load_pipeline(
     unknown = [name for name in text_encoders if name not in encoders]
     if unknown:
         raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
-    quantized = _quantized(quantization_config, entries)
+    own = {name: cls for name, (library, cls) in entries.items() if library == "diffusers"}
+    denoisers = {name: cls for name, cls in own.items() if name.startswith("transformer")}
+    quantized = _quantized(quantization_config, entries, denoisers)
     modes = {}
     for name, cls in encoders.items():
         if name not in kwargs:
@@ -94,8 +96,8 @@ def load_pipeline(
             )
             if mode == "auto" and axes.replica.size > 1:
                 logger.info(f"{name} ({cls.__name__}): {modes[name]}")
-    for name, (library, cls) in entries.items():
-        if library == "diffusers" and name.startswith("transformer") and name not in kwargs:
+    for name, cls in denoisers.items():
+        if name not in kwargs:
             how = {DTYPE_ARGUMENT: torch_dtype}
             if name in quantized:
                 how |= {"quantization_config": quantized[name], "device_map": {"": here}}
@@ -121,10 +123,11 @@ def load_pipeline(
 
 
 def _quantized(
-    config: TorchAoConfig | PipelineQuantizationConfig | None, entries: Mapping[str, list[str]]
+    config: TorchAoConfig | PipelineQuantizationConfig | None,
+    entries: Mapping[str, list[str]],
+    denoisers: Collection[str],
 ) -> dict[str, TorchAoConfig]:
     """What each denoiser is quantised by. Raises ValueError where anything else would be."""
-    denoisers = [name for name, (library, _) in entries.items() if library == "diffusers" and "transformer" in name]
     if not isinstance(config, PipelineQuantizationConfig):
         return {} if config is None else dict.fromkeys(denoisers, config)
     found = {

@@ -1,82 +1,20 @@
 """How much memory each rank takes, of its device and of the host, by stage of a pipeline's run."""
 
-import resource
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 
 from ..distributed import init
 from ..distributed.collectives import all_gather_int64
 from ..distributed.mesh import AXES
 from .generation import GenerationRequest, call_arguments, load, versions
+from .peaks import StagePeaks
 
 
 # Before anything is loaded; loading; what comes before the first step; all steps; what follows.
 STAGES = ("start", "load", "encode", "denoise", "decode")
-
-
-class StagePeaks:
-    """The peak bytes of each stage, on this rank's device and of this process: `peaks[stage] == (device, host)`.
-
-    Of the host what is resident counts, mapped files included. Where the system does not let a process forget its
-    peak (it has no Linux's `/proc/self/clear_refs`), a stage's is that of all stages so far.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device, self._stage = device, ""
-        self.peaks: dict[str, tuple[int, int]] = {}
-
-    def begin(self, stage: str) -> None:
-        if stage == self._stage:
-            return
-        self.end()
-        self._stage = stage
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).reset_peak_memory_stats()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass
-
-    def end(self) -> None:
-        if self._stage:
-            before = self.peaks.get(self._stage, (0, 0))
-            self.peaks[self._stage] = tuple(map(max, before, (self._device_peak(), self._host_peak())))
-        self._stage = ""
-
-    def _device_peak(self) -> int:
-        if self._device.type == "cpu":
-            return 0
-        module = torch.get_device_module(self._device)
-        module.synchronize()
-        return module.max_memory_allocated()
-
-    @staticmethod
-    def _host_peak() -> int:
-        try:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-        except (OSError, StopIteration):
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def watch(self, pipe: DiffusionPipeline) -> None:
-        """Denoising begins with the first forward of a transformer, decoding with the VAE's `decode`."""
-        for name in ("transformer", "transformer_2"):
-            if getattr(pipe, name, None) is not None:
-                getattr(pipe, name).register_forward_pre_hook(lambda *_: self.begin("denoise"))
-        vae = getattr(pipe, "vae", None)
-        if vae is not None:
-            decode = vae.decode
-
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                self.begin("decode")
-                return decode(*args, **kwargs)
-
-            vae.decode = watched
 
 
 def measure_memory(request: GenerationRequest) -> dict[str, Any]:

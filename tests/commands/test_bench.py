@@ -13,7 +13,8 @@ from diffusers import FluxPipeline
 from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig, commands, load_pipeline
-from diffusers_rocm.pipelines.memory import STAGES, StagePeaks
+from diffusers_rocm.pipelines.memory import STAGES
+from diffusers_rocm.pipelines.peaks import StagePeaks
 from diffusers_rocm.pipelines.random_pipeline import FLUX_DEV, write_random_flux
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 

@@ -1,6 +1,8 @@
 """What diffusers' models can be given besides parallelism, and the ways of being parallel: each with each."""
 
 import dataclasses
+import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from diffusers_rocm.distributed.quantized import is_quantized, parts
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
-from ...testing_utils import relative_l2
+from ...testing_utils import relative_l2, run_ranks
 from ..transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from .common import randn
 
@@ -66,15 +68,13 @@ class Feature:
     Attributes:
         loads: the model is read from a checkpoint, by these arguments, parallel already.
         rounds: the ranks' weights are rounded otherwise than those of one process.
-        refused: part of the message, where it cannot be had with tensor parallelism.
-        unsaved, not_whole: the same of `save_pretrained` and of `disable_parallelism`.
+        unsaved, not_whole: part of what `save_pretrained`, or with tensor parallelism `disable_parallelism`, refuses.
     """
 
     before: tuple[Callable[[nn.Module], None], ...] = ()
     after: tuple[Callable[[nn.Module], None], ...] = ()
     loads: dict[str, Any] | None = None
     rounds: bool = False
-    refused: str | None = None
     unsaved: str | None = None
     not_whole: str | None = None
 
@@ -140,13 +140,9 @@ def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
             change(whole)
         for change in feature.before:
             change(model)
-        refused = _said(lambda: model.enable_parallelism(config=ParallelConfig(**degrees)))
-        if refused:
-            return {"refused": refused}
+        model.enable_parallelism(config=ParallelConfig(**degrees))
         for change in feature.after:
-            refused = _said(change, model)
-            if refused:
-                return {"refused": refused}
+            change(model)
     exact, wanted, output = (config.get_output(each, inputs) for each in (plain, whole, model))
     result = {
         "error": relative_l2(output, wanted),
@@ -199,16 +195,23 @@ def pipeline_worker(name: str, degrees: dict[str, int]) -> dict:
     return {"error": relative_l2(picture(pipe), wanted)}
 
 
+def run(name: str, mesh: str) -> list[dict]:
+    """What each rank answers."""
+    degrees = MESHES[mesh]
+    world = math.prod(degrees.values())
+    if name in PIPELINES:
+        return run_ranks(world, pipeline_worker, name, degrees)
+    with tempfile.TemporaryDirectory() as folder:
+        CONFIG.get_model().save_pretrained(folder)
+        return run_ranks(world, feature_worker, name, degrees, folder)
+
+
 def table_row(name: str, by_mesh: dict[str, list[dict]]) -> dict[str, Any]:
     """Of the results of all ranks, the worst."""
     of_pipeline = name in PIPELINES
     row: dict[str, Any] = {"name": name, "of_pipeline": of_pipeline}
     row["rounds"] = not of_pipeline and FEATURES[name].rounds
     for mesh, results in by_mesh.items():
-        refused = next((result["refused"] for result in results if "refused" in result), None)
-        if refused is not None:
-            row[mesh] = refused
-            continue
         row[mesh] = max(result["error"] / result["own"] if row["rounds"] else result["error"] for result in results)
         for of in ("unsaved", "not_whole"):
             if any(result.get(of) for result in results):
