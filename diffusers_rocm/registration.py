@@ -34,7 +34,13 @@ _originals: list[tuple[Any, Any, Any]] = []
 def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
     from diffusers import ModelMixin
-    from diffusers.hooks import faster_cache, first_block_cache, mag_cache, pyramid_attention_broadcast
+    from diffusers.hooks import (
+        faster_cache,
+        first_block_cache,
+        group_offloading,
+        mag_cache,
+        pyramid_attention_broadcast,
+    )
     from diffusers.loaders import (
         FluxLoraLoaderMixin,
         FromOriginalModelMixin,
@@ -47,7 +53,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention
 
-    from .hooks import caches
+    from .hooks import caches, group_offload
     from .loaders import load, lora
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
@@ -96,6 +102,9 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         from diffusers.hooks.sea_cache import SeaCacheLeaderBlockHook
 
         yield SeaCacheLeaderBlockHook, "new_forward", caches.wrap_sea_cache_leader
+    # 0.42: group offloading of quantised weights, which with a stream loses those that are pinned or not to be.
+    if hasattr(group_offloading.ModuleGroup, "_to_cpu"):
+        yield group_offloading.ModuleGroup, "_to_cpu", group_offload.wrap_to_cpu
     # 0.37 to 0.39: diffusers' own ring takes the shape of the log-sum-exp from the version of torch.
     if Version(diffusers.__version__) < Version("0.40"):
         for name in vars(attention_dispatch):

@@ -3,12 +3,15 @@
     torchrun --nproc_per_node=4 utils/bench_collectives.py
 
 A double block ends its attention with two row projections, for the image and the text stream: is one all-reduce over
-both worth a shared buffer? And what does a round of latency cost, by a gather of one block's modulation?
+both worth a shared buffer? What does a round of latency cost, by a gather of one block's modulation? And is a hop of
+the ring better sent as a batch of two messages or as an all-to-all in which each rank has one receiver?
 """
 
 import argparse
 import json
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,11 +21,27 @@ from bench_transformer import Clock, versions
 import diffusers_rocm
 
 
+def microseconds(collective: Callable[[], object], clock: Clock, repeats: int) -> tuple[float, float]:
+    """Of one call: until it is done, and of the host to launch it."""
+    launches = []
+
+    def ten() -> None:
+        """In a row, so that the launch of one hides under the one before, as it does in a model."""
+        start = time.perf_counter()
+        for _ in range(10):
+            collective()
+        launches.append((time.perf_counter() - start) * 1e5)
+
+    times = [clock.milliseconds(ten) * 100 for _ in range(repeats + 5)]
+    return tuple(round(statistics.median(each[5:]), 1) for each in (times, launches))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--image", type=int, default=4096, help="image tokens")
     parser.add_argument("--text", type=int, default=512, help="text tokens")
     parser.add_argument("--width", type=int, default=3072)
+    parser.add_argument("--hop", type=int, default=16512, help="tokens whose keys and values go round the ring")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
@@ -32,6 +51,9 @@ def main() -> None:
     image, text = both[: args.image], both[args.image :]
     part = torch.randn(6 * args.width // dist.get_world_size(), device=device, dtype=dtype)
     whole = part.new_empty(part.numel() * dist.get_world_size())
+    keys_values = torch.randn(2 * args.hop * args.width, device=device, dtype=dtype)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % world, (rank + 1) % world
 
     def separate():
         dist.all_reduce(image)
@@ -42,26 +64,34 @@ def main() -> None:
             dist.all_reduce(image)
             dist.all_reduce(text)
 
+    def hop():
+        sizes = [[keys_values.numel() * (other == to) for other in range(world)] for to in (before, after)]
+        dist.all_to_all_single(torch.empty_like(keys_values), keys_values, *sizes)
+
+    def batched_hop():
+        send = dist.P2POp(dist.isend, keys_values, after)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, torch.empty_like(keys_values), before)]):
+            work.wait()
+
     cases = {
         "all-reduce image": lambda: dist.all_reduce(image),
         "all-reduce text": lambda: dist.all_reduce(text),
         "all-reduce image, all-reduce text": separate,
         "all-reduce of both, one buffer": lambda: dist.all_reduce(both),
         "gather of one modulation": lambda: dist.all_gather_into_tensor(whole, part),
+        "hop, as an all-to-all": hop,
+        "hop, isend and irecv": batched_hop,
     }
     if device.type == "cuda":
         cases["all-reduce of both, coalesced"] = coalesced
-    clock, rows = Clock(device), {}
+    clock, rows, host = Clock(device), {}, {}
     for name, collective in cases.items():
-        times = []
-        for _ in range(args.repeats + 5):
-            # Ten in a row, so that the launch of one hides under the one before, as it does in a model.
-            times.append(clock.milliseconds(lambda run=collective: [run() for _ in range(10)]) * 100)
-        rows[name] = round(statistics.median(times[5:]), 1)
-        if dist.get_rank() == 0:
-            print(f"{name:36s} {rows[name]:8.1f} us", flush=True)
-    if dist.get_rank() == 0 and args.out:
-        args.out.write_text(json.dumps({"versions": versions(), "microseconds": rows}, indent=2) + "\n")
+        rows[name], host[name] = microseconds(collective, clock, args.repeats)
+        if rank == 0:
+            print(f"{name:36s} {rows[name]:8.1f} us, of the host {host[name]:6.1f}", flush=True)
+    if rank == 0 and args.out:
+        content = {"versions": versions(), "microseconds": rows, "host_microseconds": host}
+        args.out.write_text(json.dumps(content, indent=2) + "\n")
     dist.destroy_process_group()
 
 

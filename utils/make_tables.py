@@ -49,6 +49,21 @@ def collectives() -> str:
     return "\n".join([*lines, *(f"| {name} | {nvlink[name]:.0f} | {host[name]:.0f} |" for name in nvlink)])
 
 
+def hops() -> str:
+    """One hop of the ring, two ways."""
+    lines = ["| | NVLink | P2P off | of the host |", "|---|---|---|---|"]
+    nvlink, slow = (read(name) for name in ("collectives_2xh200", "collectives_2xh200_p2p_off"))
+    for name in ("hop, as an all-to-all", "hop, isend and irecv"):
+        of_host = f"{nvlink['host_microseconds'][name]:.0f}, {slow['host_microseconds'][name]:.0f}"
+        lines.append(f"| {name} | {nvlink['microseconds'][name]:.0f} | {slow['microseconds'][name]:.0f} | {of_host} |")
+    versions = nvlink["versions"]
+    ran = (
+        f"`torchrun --nproc_per_node=2 utils/bench_collectives.py`; {versions['device']}, torch {versions['torch']}, "
+        f"NCCL {versions['nccl']} (`docs/benchmarks/collectives_2xh200*.json`)."
+    )
+    return "\n".join([*lines, "", ran])
+
+
 def flux_bytes() -> str:
     """From the plan and the real config, on the meta device."""
     with torch.device("meta"):
@@ -125,6 +140,7 @@ TABLES = {
     "collectives": collectives,
     "features": features,
     "guard": guard,
+    "hops": hops,
     "memory": memory,
 }
 

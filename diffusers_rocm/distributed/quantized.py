@@ -22,8 +22,13 @@ CUTTABLE = ("Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor")
 
 
 def is_quantized(x: Tensor) -> bool:
-    """Is it a tensor of torchao that can be cut?"""
-    return type(x).__name__ in CUTTABLE and type(x).__module__.startswith("torchao.")
+    """Is it a tensor of torchao?"""
+    return type(x).__module__.startswith("torchao.") and hasattr(x, "tensor_data_names")
+
+
+def is_cuttable(x: Tensor) -> bool:
+    """Is it a plain tensor, or one of torchao that can be cut?"""
+    return type(x.data) is Tensor or is_quantized(x) and type(x).__name__ in CUTTABLE
 
 
 def parts(x: Tensor) -> dict[str, Tensor]:

@@ -1,10 +1,12 @@
 """diffusers' group offloading of a model that is sharded, or made whole again: its groups hold on to parameters."""
 
+import functools
+
 from diffusers.hooks.group_offloading import (
     _get_top_level_group_offload_hook,
     _maybe_remove_and_reapply_group_offloading,
 )
-from torch import nn
+from torch import Tensor, nn
 
 
 def check_weights_are_here(model: nn.Module, instead: str) -> None:
@@ -23,3 +25,17 @@ def is_offloaded(module: nn.Module) -> bool:
     """Are this module's own weights, and those in it, brought for its forward alone?"""
     registry = vars(module).get("_diffusers_hook")
     return registry is not None and registry.get_hook("group_offloading") is not None
+
+
+def wrap_to_cpu(original: staticmethod) -> staticmethod:
+    """Of diffusers' `ModuleGroup`: what it keeps on the host of a parameter that it brings to the device and back.
+
+    Of a quantised parameter that is on the host already, `cpu()` is the parameter itself, which then leaves.
+    """
+
+    @functools.wraps(original.__func__)
+    def to_cpu(tensor: Tensor, low_cpu_mem_usage: bool) -> Tensor:
+        kept = original.__func__(tensor, low_cpu_mem_usage)
+        return kept.detach() if kept is tensor else kept
+
+    return staticmethod(to_cpu)

@@ -18,7 +18,17 @@ from torch import nn
 from ..distributed.agreement import agree
 from ..distributed.axis import Axis
 from ..distributed.collectives import as_sent, broadcast_from_first
-from ..distributed.quantized import is_quantized, kind, layouts, on_parts, parts, take, when_cut, with_parts
+from ..distributed.quantized import (
+    is_cuttable,
+    is_quantized,
+    kind,
+    layouts,
+    on_parts,
+    parts,
+    take,
+    when_cut,
+    with_parts,
+)
 from ..distributed.sharding import Block, Shard
 from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
 from . import tensor_parallel_layers as layers
@@ -140,9 +150,9 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
                 )
             blocks: tuple[Block, ...] = ()
             if style.weight_dim is not None:
-                if type(module.weight.data) is not torch.Tensor and not is_quantized(module.weight):
+                if not is_cuttable(module.weight):
                     raise ValueError(
-                        f"the weight of {path} is a {type(module.weight.data).__name__} and cannot be cut: enable "
+                        f"the weight of {path} is a {type(module.weight).__name__} and cannot be cut: enable "
                         "parallelism on the unquantised model, then quantise its shards"
                     )
                 blocks = plan.blocks(argument or "mlp", module.weight.shape[style.weight_dim], model.config, world)

@@ -11,6 +11,7 @@ import unittest
 import diffusers
 import pytest
 import torch
+from diffusers.hooks import group_offloading
 from packaging.version import Version
 from parameterized import parameterized
 
@@ -108,6 +109,18 @@ class TestGroupOffload(unittest.TestCase):
         for result in run_ranks(2, offloaded_before_worker, CONFIGS[name](), degrees, level):
             assert max(result["errors"]) <= FLOAT32_BAR and result["strangers"] == 0, result
             assert "enable parallelism first, then group offloading" in result["message"], result
+
+
+class TestKeptOnTheHost(unittest.TestCase):
+    @unittest.skipUnless(hasattr(group_offloading.ModuleGroup, "_to_cpu"), "diffusers before 0.42 has no such thing")
+    def test_quantized(self):
+        """What a group keeps must not go to the device with the parameter."""
+        torchao = pytest.importorskip("torchao.quantization")
+        layer = torch.nn.Linear(32, 32)
+        torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(version=2))
+        kept = group_offloading.ModuleGroup._to_cpu(layer.weight, True)
+        torch.utils.swap_tensors(layer.weight, copy.deepcopy(layer.weight).to("meta"))
+        assert kept.qdata.device.type == "cpu" and layer.weight.qdata.device.type == "meta"
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Fingerprints tell any two tensors apart that a slip could confuse; enabling finds where ranks differ."""
 
+import importlib.util
 import unittest
 
 import torch
@@ -11,6 +12,20 @@ from diffusers_rocm.hooks.weight_agreement import first_difference
 
 from ..distributed.test_collectives import world_axis
 from ..testing_utils import run_ranks
+
+
+def packed_worker() -> list[str | None]:
+    """Weights packed for a kernel, which are not cut but compared."""
+    from torchao.quantization import Int4TilePackedTo4dTensor
+
+    model, found = nn.Linear(128, 64), []
+    packed = [torch.arange(4096).view(8, 1, 32, 16) % 16, torch.ones(4, 64, 2, dtype=torch.bfloat16)]
+    weight = Int4TilePackedTo4dTensor(packed[0].int(), packed[1], [1, 32], torch.Size([64, 128]))
+    model.weight, model.bias = nn.Parameter(weight, requires_grad=False), None
+    found.append(first_difference(model, world_axis()))
+    model.weight.scale_and_zero[3, 5, 1] += torch.distributed.get_rank()
+    found.append(first_difference(model, world_axis()))
+    return found
 
 
 def difference_worker(where: str) -> str | None:
@@ -67,6 +82,10 @@ class TestWeightAgreement(unittest.TestCase):
     @parameterized.expand([("nowhere", None), ("one bit", "0.weight"), ("buffer", "1.running_mean")])
     def test_first_difference(self, where, name):
         assert run_ranks(3, difference_worker, where) == [name] * 3
+
+    @unittest.skipUnless(importlib.util.find_spec("torchao"), "needs torchao")
+    def test_packed_for_a_kernel(self):
+        assert run_ranks(2, packed_worker) == [[None, "weight.scale_and_zero"]] * 2
 
     @parameterized.expand(
         [

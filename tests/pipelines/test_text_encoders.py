@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.quantized import is_quantized
+from diffusers_rocm.distributed.quantized import is_quantized, parts
 from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder, load_whole_text_encoder
 from diffusers_rocm.models.plans.text_encoders import TEXT_ENCODER_PLANS
 from diffusers_rocm.pipelines import text_encoders
@@ -288,7 +288,8 @@ def waiting_worker(offload: str, quantized: bool) -> dict:
     pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload=offload, quantization_config=config)
     error = relative_l2(pictures(pipe), pictures(wanted))
     pipe.maybe_free_model_hooks()
-    return {"error": error, "devices": sorted({x.device.type for x in pipe.transformer.parameters()})}
+    held = [part for x in pipe.transformer.parameters() for part in parts(x).values()]
+    return {"error": error, "devices": sorted({part.device.type for part in held})}
 
 
 @require_torch_multi_accelerator
