@@ -28,7 +28,7 @@ from ..models.plans.context_plan import (
     SplitAlready,
     gather,
 )
-from ..models.plans.plan import match
+from ..models.plans.plan import match, unmatched
 from .sequence_split import SequenceSplit, SplitProcessor
 from .tensor_parallel import base_layer
 
@@ -120,8 +120,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
             raise ValueError(f"a {name} with {path} cannot be split: {reason}")
     found = {rule: modules for rule, _, modules in match(model, plan.modules) if rule}
     found |= {"": [("", model)]} if "" in plan.modules else {}
-    missing = [rule for rule, modules in found.items() if not modules and not rule.endswith("?")]
-    if missing:
+    if missing := unmatched(model, plan.paths()):
         raise ValueError(f"the context-parallel plan of {name} names {', '.join(missing)}, which this model lacks")
     for rule, modules in found.items():
         for path, module in modules:

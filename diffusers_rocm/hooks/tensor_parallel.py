@@ -30,7 +30,7 @@ from ..distributed.quantized import (
     with_parts,
 )
 from ..distributed.sharding import Block, Shard
-from ..models.plans.plan import TensorParallelPlan, match, runs_through_nothing
+from ..models.plans.plan import TensorParallelPlan, match, unmatched
 from . import tensor_parallel_layers as layers
 
 
@@ -130,13 +130,13 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             raise ValueError(
                 f"tp={world} exceeds the {count} {what} of this {type(model).__name__}; use tp <= {count}"
             )
+    if missing := unmatched(model, plan.rules):
+        raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {missing[0]!r}")
     placements = []
     for rule, rule_style, found in match(model, plan.rules):
         rule_name, _, argument = rule_style.partition(":")
         if rule_name not in STYLES:
             raise ValueError(f"{rule}: there is no style {rule_name!r}, only {', '.join(STYLES)}")
-        if not found and not rule.endswith("?") and not runs_through_nothing(model, rule):
-            raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {rule!r}")
         for path, module, name in [part for each in found for part in _with_adapters(*each, rule_name)]:
             style = STYLES[name]
             if hasattr(module, "sharding") or style.accepts and type(module) is nn.Identity:  # a norm left out

@@ -95,6 +95,9 @@ def errors_worker() -> dict[str, str]:
     refuse("too few", ContextParallelConfig(ring_degree=2))
     refuse("too many", ContextParallelConfig(ring_degree=4))
     refuse("missing module", ContextParallelConfig(3), cp_plan={"": {"hidden_states": split(1, 3)}, "out": gather()})
+    rules = {"": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)}}
+    for rest in ({"whole": ("blocks.*.attn",)}, {"alone": {"blocks.*.attn": "hidden_states"}}):
+        refuse(f"missing {next(iter(rest))}", ContextParallelConfig(3), cp_plan=ContextParallelPlan(rules, **rest))
     refuse(
         "missing argument",
         ContextParallelConfig(3),
@@ -277,6 +280,8 @@ class TestEnableContextParallelism(unittest.TestCase):
             ("too few", "ring=2 * ulysses=1 = 2, but 3 rank(s) were started; start 2, or use ParallelConfig(ring=3)"),
             ("too many", "= 4, but 3 rank(s) were started"),
             ("missing module", "plan of FluxTransformer2DModel names out, which this model lacks"),
+            ("missing whole", "plan of FluxTransformer2DModel names blocks.*.attn, which this model lacks"),
+            ("missing alone", "plan of FluxTransformer2DModel names blocks.*.attn, which this model lacks"),
             ("missing argument", "splits image, which FluxTransformer2DModel's forward does not take"),
             ("mesh", "ring_degree=2, but the mesh's ring axis has 3 ranks"),
             ("other mesh", "a mesh needs an axis named 'ring' or 'ulysses'; this one has ('tp',)"),

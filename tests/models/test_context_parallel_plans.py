@@ -158,6 +158,11 @@ class TestPlans(unittest.TestCase):
             ContextParallelPlan(modules)
         assert part in str(caught.value), caught.value
 
+    @parameterized.expand([({"alone": {"blocks.*": "audio"}},), ({"causal": "audio"},)])
+    def test_unknown_stream(self, rules):
+        with pytest.raises(ValueError, match="audio is no stream of this context-parallel plan, whose streams are"):
+            ContextParallelPlan(IMAGE, **rules)
+
     def test_what_fits(self):
         lists = {"blocks.0": {"residuals": (split(1, 3), None)}, "blocks.1": [gather(), None]}
         rope = {"rope": {0: split(0, 2, output=True)}, "proj_out": ContextParallelOutput(1)}

@@ -46,6 +46,6 @@ CONTEXT_PARALLEL_PLANS = {
             "transformer_blocks.0": {"hidden_states": split(1, 3), "encoder_hidden_states": split(1, 3)},
             "transformer_blocks.-1": [gather(), gather(stream="encoder_hidden_states")],
         },
-        whole=("perceiver_cross_attention.*", "local_facial_extractor.layers.*.0"),
+        whole=("perceiver_cross_attention.*?", "local_facial_extractor.layers.*.0?"),
     )
 }

@@ -93,8 +93,8 @@ class ContextParallelPlan:
             (`split_output`) or both are split, or how its output is gathered. A dim of one element is left alone, and
             so is a tensor with fewer dims than expected. A list of tensors is split item by item, all alike or as a
             list in the plan says. An argument that is split already is gathered where its stream is named. Hooks run
-            in the order of the rules. A trailing `?` marks a path or an argument that a model of the class may lack.
-            An index may count from a list's end: -1, or -KEY for a number in the model's config.
+            in the order of the rules. A trailing `?` marks a path, here and below, or an argument that a model of the
+            class may lack. An index may count from a list's end: -1, or -KEY for a number in the model's config.
         streams: the arguments that are sequences of tokens, in the order in which attention joins them; attention is
             over all of them, or over `main` alone.
         main: the stream that becomes the output, and is gathered.
@@ -115,7 +115,7 @@ class ContextParallelPlan:
         ordered: whether the order of `streams` is known.
 
     Raises:
-        ValueError: a rule of another format, or none that splits `main` as an argument.
+        ValueError: a rule of another format, a stream that is none, or no rule that splits `main` as an argument.
     """
 
     modules: Mapping[str, ModulePlan]
@@ -142,12 +142,23 @@ class ContextParallelPlan:
                     "split(), number of an output: split(output=True)} or with gather(); a list of them may stand for "
                     "several tensors, but a stream of tokens is one"
                 )
+        unknown = {*self.alone.values(), *filter(None, [self.causal])} - {*self.streams, self.main}
+        if unknown:
+            raise ValueError(
+                f"{', '.join(sorted(unknown))} is no stream of this context-parallel plan, whose streams are "
+                f"{', '.join(self.streams)}"
+            )
         arguments = {_name(key) for rule in self.modules.values() if isinstance(rule, Mapping) for key in rule}
         if self.main not in arguments:
             raise ValueError(
                 f"this context-parallel plan splits no argument {self.main!r}, from which the length of the sequence "
                 "is known: split it where a module takes it, or pass a ContextParallelPlan with another `main`"
             )
+
+    def paths(self) -> dict[str, None]:
+        """The modules that a model must have, in every rule but `impossible`."""
+        besides = self.alone, self.whole, self.whole_keys, self.whole_queries, self.main_asks, self.idle, self.kept
+        return dict.fromkeys(path for rules in (self.modules, *besides) for path in rules if path)
 
     def _fits(self, key: str | int | None, how: object) -> bool:
         """Can it stand beside the name of an argument, the number of an output, or, for None, a module's path?"""

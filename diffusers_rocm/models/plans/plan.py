@@ -127,7 +127,16 @@ def at(prefix: str, rules: Mapping[str, str], optional: bool = False) -> dict[st
     return {f"{path.removesuffix('?')}?": style for path, style in moved.items()} if optional else moved
 
 
-def runs_through_nothing(model: nn.Module, rule: str) -> bool:
+def unmatched(model: nn.Module, rules: Mapping[str, Any]) -> list[str]:
+    """The rules that should have met a module of this model, and did not."""
+    return [
+        rule
+        for rule, _, found in match(model, rules)
+        if not found and not rule.endswith("?") and not _runs_through_nothing(model, rule)
+    ]
+
+
+def _runs_through_nothing(model: nn.Module, rule: str) -> bool:
     """Does the rule speak of the members of a list that is empty in this model (`num_single_layers=0`, say)?"""
     parent, star, _ = rule.partition(".*")
     try:
@@ -137,8 +146,8 @@ def runs_through_nothing(model: nn.Module, rule: str) -> bool:
     return bool(star) and isinstance(container, nn.ModuleList) and len(container) == 0
 
 
-def match(model: nn.Module, rules: Mapping[str, str]) -> Iterator[tuple[str, str, list[tuple[str, nn.Module]]]]:
-    """`(rule, style, [(path, module), ...])` for every rule, in order.
+def match(model: nn.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str, Any, list[tuple[str, nn.Module]]]]:
+    """`(rule, what it says, [(path, module), ...])` for every rule, in order.
 
     An index in a rule may count from a list's end: -1, or -KEY for a number in the model's config.
     """

@@ -20,7 +20,7 @@ IP_ADAPTER = {
     **at("transformer_blocks.*.attn.processor", {"to_k_ip.*?": "column:heads", "to_v_ip.*?": "column:heads"}),
     "encoder_hid_proj?": "replicate:the image projection of an IP-Adapter, a few tokens a picture",
 }
-IP_ADAPTER_KEYS = ("transformer_blocks.*.attn.processor.to_k_ip.*",)
+IP_ADAPTER_KEYS = ("transformer_blocks.*.attn.processor.to_k_ip.*?",)
 
 FLUX_TRANSFORMER = TensorParallelPlan(
     {

@@ -50,6 +50,6 @@ CONTEXT_PARALLEL_PLANS = {
             "blocks.-1": gather(),
         },
         streams=("hidden_states",),
-        whole=("blocks.*.cross_attn",),
+        whole=("blocks.*.cross_attn?",),
     )
 }

@@ -50,6 +50,6 @@ CONTEXT_PARALLEL_PLANS = {
             "proj_out": gather(),
         },
         streams=("hidden_states", "encoder_hidden_states"),
-        whole=("transformer_blocks.*.cross_attn", "single_transformer_blocks.*.cross_attn"),
+        whole=("transformer_blocks.*.cross_attn?", "single_transformer_blocks.*.cross_attn?"),
     )
 }

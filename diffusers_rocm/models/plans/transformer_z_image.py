@@ -71,7 +71,7 @@ CONTEXT_PARALLEL_PLANS = {
         },
         streams=("x",),
         main="x",
-        whole=("context_refiner.*.attention", "siglip_refiner.*.attention"),
+        whole=("context_refiner.*.attention", "siglip_refiner.*.attention?"),
     ),
     # Each layer adds its hint to those before it. The refiners stay whole: most are the transformer's own.
     "ZImageControlNetModel": ContextParallelPlan(
@@ -83,9 +83,9 @@ CONTEXT_PARALLEL_PLANS = {
         streams=("x",),
         main="x",
         whole=(
-            "control_noise_refiner.*.attention",
-            "noise_refiner.*.attention",
-            "context_refiner.*.attention",
+            "control_noise_refiner.*.attention?",
+            "noise_refiner.*.attention?",
+            "context_refiner.*.attention?",
         ),
     ),
 }

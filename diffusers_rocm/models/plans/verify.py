@@ -6,7 +6,7 @@ from torch import nn
 
 from ...hooks.tensor_parallel import STYLES, resolve, sharded_modules
 from . import get_tensor_parallel_plan
-from .plan import match, runs_through_nothing
+from .plan import match, unmatched
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,12 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
     if next(sharded_modules(model), None) is not None:
         raise ValueError(f"this {type(model).__name__} is sharded already; verify the whole model")
     plan = get_tensor_parallel_plan(type(model))
-    rules = list(match(model, plan.rules))
-    unused = tuple(
-        rule
-        for rule, _, found in rules
-        if not found and not rule.endswith("?") and not runs_through_nothing(model, rule)
-    )
+    unused = tuple(unmatched(model, plan.rules))
     fitting = {rule: style for rule, style in plan.rules.items() if rule not in unused}
     placements = resolve(model, replace(plan, rules=fitting), tp)
 
     reasons, explained = {}, set()
-    for _, style, found in rules:
+    for _, style, found in match(model, plan.rules):
         kind, _, reason = style.partition(":")
         if kind != "replicate":
             continue
