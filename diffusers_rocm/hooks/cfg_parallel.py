@@ -6,15 +6,17 @@ group's is answered at once by tensors that are yet to come. With the last call 
 reads one before that gets an error: every answer is what the denoiser says to that very input, or none.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..distributed.agreement import ROUNDING
+from ..distributed.agreement import ROUNDING, fail_together
 from ..distributed.agreement import leaves as named_leaves
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather, all_gather_int64
@@ -30,6 +32,7 @@ class _Turns:
     def __init__(self, name: str, size: int):
         self.name, self.size = name, size
         self.filled = False
+        self.casts: list[tuple[Tensor, Callable, tuple, dict]] = []
 
     def too_early(self, what: str) -> ValueError:
         return ValueError(
@@ -48,9 +51,15 @@ _ABOUT = {
     Tensor.is_contiguous, Tensor.ndimension, Tensor.nelement, Tensor.element_size, Tensor.storage_offset,
 }  # fmt: skip
 
+# What pipelines do to a prediction before they ask for the next: made once more of the values, when they are there.
+_CASTS = {
+    Tensor.to, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.contiguous,
+    Tensor.clone,
+}  # fmt: skip
+
 
 class Pending(Tensor):
-    """A prediction that is yet to come; views of it are made at once, and anything else when it is there."""
+    """A prediction that is yet to come: views of it and casts can be had at once, anything else when it is there."""
 
     turns: _Turns
 
@@ -68,18 +77,32 @@ class Pending(Tensor):
             args, kwargs = tree_map(_plain, (args, kwargs))
             if not waiting or func in _ABOUT:
                 return func(*args, **kwargs)
-            plain = [_plain(x) for x in waiting]
+            plain, turns = [_plain(x) for x in waiting], waiting[0].turns
             versions = [x._version for x in plain]
-            result = func(*args, **kwargs)
+            with torch.inference_mode(False):  # whose tensors do not tell that they were written to
+                result = func(*args, **kwargs)
             leaves, storages = tree_leaves(result), {x.untyped_storage().data_ptr() for x in plain}
             views = all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in storages for x in leaves)
-            if not views or not leaves or versions != [x._version for x in plain]:
-                raise waiting[0].turns.too_early(getattr(func, "__name__", str(func)))
-            return tree_map(lambda x: Pending.of(x, waiting[0].turns), result)
+            if not views and func in _CASTS:
+                turns.casts.append((result, func, args, kwargs))
+            elif not views or not leaves or versions != [x._version for x in plain]:
+                raise turns.too_early(getattr(func, "__name__", str(func)))
+            return tree_map(lambda x: Pending.of(x, turns), result)
 
 
 def _plain(x: Any) -> Any:
     return x.as_subclass(Tensor) if isinstance(x, Pending) else x
+
+
+class _Step:
+    """The calls of a step so far, of all denoisers that take turns with each other."""
+
+    def __init__(self, name: str, size: int):
+        self.name, self.size = name, size
+        self.begin()
+
+    def begin(self) -> None:
+        self.turns, self.parts = _Turns(self.name, self.size), []
 
 
 class GuidanceParallel(AroundCall):
@@ -99,19 +122,23 @@ class GuidanceParallel(AroundCall):
         super().__init__(model)
         self._name, self._axis, self.check = type(model).__name__, axis, True
         self._split_before: set[str] = set()  # kinds of calls
-        self._known: dict[str, tuple[list[tuple[torch.Size, torch.dtype, torch.device]], Any]] = {}
-        self.begin_run()
+        self._known: dict[str, tuple[list[Callable[[], Any]], Any]] = {}  # makes what is like an answer's parts
+        self._step = _Step(self._name, axis.size)
+
+    def take_turns_with(self, other: "GuidanceParallel") -> None:
+        """For a pipeline with a denoiser for each branch."""
+        self._step = other._step
 
     def begin_run(self) -> None:
         """Forget calls whose others never came: their run was interrupted."""
-        self._turns = _Turns(self._name, self._axis.size)
-        self._parts: list[list[Tensor]] = []
+        self._step.begin()
 
     def end_step(self) -> None:
         """Raises ValueError where the step had fewer calls than there are groups."""
-        if self._parts:
-            self._parts = []
-            raise self._turns.too_early("a step of the scheduler")
+        if self._step.parts:
+            turns = self._step.turns
+            self._step.begin()
+            raise turns.too_early("a step of the scheduler")
 
     def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         early = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Pending) and not x.turns.filled]
@@ -121,30 +148,63 @@ class GuidanceParallel(AroundCall):
         everything = itertools.chain(self._module.parameters(), tree_leaves((args, kwargs)))
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in everything):
             raise ValueError(f"cfg={self._axis.size} shares predictions, not gradients: run under torch.no_grad()")
-        batch = _batch_of((*args, *kwargs.values()))
+        rows = _rows_of((*args, *kwargs.values()))
         try:
-            if batch % self._axis.size == 0:
-                return self._split(call, args, kwargs, batch)
+            if len(rows) % self._axis.size == 0:
+                return self._split(call, args, kwargs, rows)
             return self._take_turns(call, args, kwargs)
         except BaseException:
             self.begin_run()
             raise
 
-    def _split(self, call: Callable, args: tuple, kwargs: dict, batch: int) -> Any:
+    def _split(self, call: Callable, args: tuple, kwargs: dict, rows: Tensor | list[Any]) -> Any:
+        batch, in_list = len(rows), isinstance(rows, list)
+        if in_list and len({repr([getattr(x, "shape", x) for x in tree_leaves(row)]) for row in rows}) > 1:
+            raise self._unshared("is given samples of several shapes")
         start, stop = Block(batch, 1).bounds(self._axis.rank, self._axis.size)
         kind, expected = _kind(args, kwargs) if self.check else "", None
-        if self.check and kind not in self._split_before and not any(map(may_be_cached, self._module.modules())):
-            expected = tree_leaves(call(*args, **kwargs))
-        args = tuple(_rows(x, "", batch, start, stop) for x in args)
-        kwargs = {name: _rows(x, name, batch, start, stop) for name, x in kwargs.items()}
-        with guidance_shared(self._axis, by_rows=True):
-            leaves, structure = tree_flatten(call(*args, **kwargs))
+        is_new = self.check and kind not in self._split_before
+        if is_new and not any(map(may_be_cached, self._module.modules())):
+            again = tree_map(lambda x: x, (args, kwargs))  # HunyuanDiT empties a list that it is given
+            expected = tree_leaves(call(*again[0], **again[1]))
+        take = functools.partial(_rows, batch=batch, start=start, stop=stop, in_list=in_list)
+        try:
+            args = tuple(take(x, "") for x in args)
+            kwargs = {name: take(x, name) for name, x in kwargs.items()}
+        except _NoRows as error:
+            raise self._unshared(str(error)) from None
+        together = fail_together(f"run {self._name} on a part of its rows", self._axis) if is_new else nullcontext()
+        with together:
+            leaves, structure = self._answers(call, args, kwargs, stop - start)
         sizes = (stop - start,) * self._axis.size
-        gathered = [self._gathered(x, sizes) for x in leaves]
-        if expected is not None:
+        for index, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                leaves[index] = all_gather(x, sizes, self._axis, 0)
+            elif isinstance(x, list):
+                leaves[index] = [*all_gather(torch.stack(x), sizes, self._axis, 0)]
+        if is_new:
             self._split_before.add(kind)
-            self._compare(gathered, expected)
-        return tree_unflatten(gathered, structure)
+        if expected is not None:
+            self._compare(tree_leaves(leaves), expected)
+        return tree_unflatten(leaves, structure)
+
+    def _answers(self, call: Callable, args: tuple, kwargs: dict, count: int) -> tuple[list[Any], Any]:
+        """What the denoiser says to some rows: tensors, and lists of a tensor for each row, by themselves."""
+
+        def is_samples(x: Any) -> bool:
+            return isinstance(x, list) and len(x) == count and all(isinstance(each, Tensor) for each in x)
+
+        try:
+            with guidance_shared(self._axis, by_rows=True):
+                leaves, structure = tree_flatten(call(*args, **kwargs), is_samples)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise self._unshared(f"fails on a part of its rows ({error})") from error
+        for x in leaves:
+            if isinstance(x, Tensor) and x.shape[:1] != (count,):
+                raise self._unshared(f"answers {[*x.shape]} to {count} rows")
+        return leaves, structure
 
     def _compare(self, parts: list[Any], whole: list[Any]) -> None:
         """Each group has the same parts, but computed the whole by itself: what one of them finds, all raise."""
@@ -155,40 +215,35 @@ class GuidanceParallel(AroundCall):
                 apart |= not error <= (1e-3 if x.dtype == torch.float32 else ROUNDING)
                 worst = max(worst, error)
         if all_gather_int64(torch.tensor([apart]), self._axis).any():
-            raise ValueError(
-                f"{self._name} answers a part of its rows otherwise than all of them (relative error {worst:.1e}), so "
-                f"they cannot be shared by cfg={self._axis.size}; use dp, ulysses or tp in its place"
-            )
+            raise self._unshared(f"answers a part of its rows otherwise than all of them (relative error {worst:.1e})")
 
-    def _gathered(self, x: Any, sizes: tuple[int, ...]) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.ndim == 0 or x.shape[0] != sizes[0]:
-            raise ValueError(
-                f"{self._name} answers {[*x.shape]} to {sizes[0]} rows, so that they cannot be shared by cfg="
-                f"{self._axis.size}; use dp, ulysses or tp in its place"
-            )
-        return all_gather(x, sizes, self._axis, 0)
+    def _unshared(self, reason: str) -> ValueError:
+        return ValueError(
+            f"{self._name} {reason}, so that they cannot be shared by cfg={self._axis.size}; use dp, ulysses or tp in "
+            "its place"
+        )
 
     def _take_turns(self, call: Callable, args: tuple, kwargs: dict) -> Any:
-        kind, turn, turns = _kind(args, kwargs), len(self._parts), self._turns
+        kind, turn, turns = _kind(args, kwargs), len(self._step.parts), self._step.turns
         known = self._known.get(kind)
         if known is None or turn == self._axis.rank:
             with guidance_shared(self._axis, by_rows=False):
                 output = call(*args, **kwargs)
             leaves, structure = tree_flatten(output)
         if known is None:
-            self._known[kind] = [(x.shape, x.dtype, x.device) for x in leaves], structure
-            self._parts.append([])
+            self._known[kind] = [_maker(x) for x in leaves], structure
+            self._step.parts.append([])
         else:
-            about, structure = known
+            makers, structure = known
             with torch.inference_mode(False):  # whose tensors do not tell that they were written to
                 if turn == self._axis.rank:
-                    leaves = [x.clone(memory_format=torch.contiguous_format) for x in leaves]
+                    contiguous = torch.contiguous_format
+                    leaves = [x.clone(memory_format=contiguous) if isinstance(x, Tensor) else x for x in leaves]
                 else:
-                    leaves = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in about]
-            self._parts.append(leaves)
-            output = tree_unflatten([Pending.of(x, turns) for x in leaves], structure)
+                    leaves = [make() for make in makers]
+            self._step.parts.append([x for x in leaves if isinstance(x, Tensor)])
+            pending = [Pending.of(x, turns) if isinstance(x, Tensor) else x for x in leaves]
+            output = tree_unflatten(pending, structure)
         if turn < self._axis.size - 1:
             return output
         self._exchange()
@@ -196,52 +251,76 @@ class GuidanceParallel(AroundCall):
 
     def _exchange(self) -> None:
         """Fill every tensor that is yet to come with the prediction of the group whose turn it was."""
-        sizes = tuple(sum(x.nbytes for x in part) for part in self._parts)
+        parts, turns = self._step.parts, self._step.turns
+        sizes = tuple(sum(x.nbytes for x in part) for part in parts)
         if any(sizes):
-            mine = [x.flatten().view(torch.uint8) for x in self._parts[self._axis.rank]]
-            device = next(x.device for part in self._parts for x in part)
+            mine = [x.flatten().view(torch.uint8) for x in parts[self._axis.rank]]
+            device = next(x.device for part in parts for x in part)
             sent = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
             received = all_gather(sent, sizes, self._axis, 0)
-            targets = [x.view(-1).view(torch.uint8) for part in self._parts for x in part]
+            targets = [x.view(-1).view(torch.uint8) for part in parts for x in part]
             for target, data in zip(targets, received.split([x.numel() for x in targets]), strict=True):
                 target.copy_(data)
-        self._turns.filled = True
-        self.begin_run()
+            for target, cast, args, kwargs in turns.casts:
+                target.copy_(cast(*args, **kwargs))
+        turns.casts.clear()
+        turns.filled = True
+        self._step.begin()
 
 
-def _batch_of(values: tuple) -> int:
-    """The rows of a call: of its first tensor, or the samples of a list that comes first."""
+def _maker(x: Any) -> Callable[[], Any]:
+    """Makes room for a tensor of this kind; what is no tensor is the same each time."""
+    if isinstance(x, Tensor):
+        return functools.partial(torch.empty, x.shape, dtype=x.dtype, device=x.device)
+    return lambda: x
+
+
+def _rows_of(values: tuple) -> Tensor | list[Any]:
+    """What a call has its rows in: its first tensor, or the samples of a list that comes first."""
     for value in values:
-        if isinstance(value, Tensor) and value.ndim:
-            return value.shape[0]
-        if isinstance(value, list) and value and isinstance(value[0], Tensor):
-            return len(value)
+        in_list = isinstance(value, list) and bool(value) and isinstance(tree_leaves(value)[0], Tensor)
+        if in_list or isinstance(value, Tensor) and value.ndim:
+            return value
     raise ValueError("a denoiser was called without any tensor")
 
 
-# Lists of layers, however long they are; and what has its rows in the second dim, after a layer for each.
-_OF_LAYERS = {"skip_layers", "spatio_temporal_guidance_blocks"}
+class _NoRows(Exception):
+    """Says what has rows in a way of its own."""
+
+
+# What is of layers, however long it is; and what has its rows in the second dim, after a layer for each.
+_OF_LAYERS = {"skip_layers", "spatio_temporal_guidance_blocks", "control_hidden_states_scale"}
 _ROWS_SECOND = {"encoder_hidden_states_llama3"}
 
 
-def _rows(value: Any, name: str, batch: int, start: int, stop: int) -> Any:
+def _rows(value: Any, name: str, batch: int, start: int, stop: int, in_list: bool) -> Any:
     """The rows `start` to `stop` of whatever has one for each of the batch."""
     if name in _OF_LAYERS:
         return value
     if isinstance(value, Tensor):
         if name in _ROWS_SECOND:
             return value[:, start:stop]
-        # Positions are shared by the batch, unless they have a dim for it.
-        positions = name.endswith(("_ids", "rotary_emb")) and value.ndim < 3
-        return value[start:stop] if value.shape[:1] == (batch,) and not positions else value
+        return value[start:stop] if value.shape[:1] == (batch,) and not _are_positions(name, value) else value
+    again = functools.partial(_rows, batch=batch, start=start, stop=stop, in_list=in_list)
     if isinstance(value, dict):
-        return {key: _rows(item, str(key), batch, start, stop) for key, item in value.items()}
+        if any(isinstance(key, int) for key in value) and not any(isinstance(x, Tensor) for x in tree_leaves(value)):
+            raise _NoRows(f"is given {name} by the numbers of its rows")
+        return {key: again(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-        if isinstance(value, list) and len(value) == batch and not any(x.shape[:1] == (batch,) for x in tensors):
+        stacked = any(x.shape[:1] == (batch,) for x in tensors) and not in_list
+        if isinstance(value, list) and len(value) == batch and not stacked:
             return value[start:stop]  # an item for each row: sizes, lengths, samples
-        return type(value)(_rows(item, name, batch, start, stop) for item in value)
+        return type(value)(again(item, name) for item in value)
     return value
+
+
+def _are_positions(name: str, x: Tensor) -> bool:
+    """Those that the whole batch shares: [S], [S, up to four coordinates], or cosines and sines [S, D]."""
+    if name.endswith("rotary_emb"):
+        return x.ndim < 3
+    coordinates = name.endswith("_ids") and not name.endswith("type_ids") and x.ndim == 2 and x.shape[1] <= 4
+    return coordinates or x.ndim == 1 and (name.startswith("indices_") or name.endswith("_ids"))
 
 
 def _kind(args: tuple, kwargs: dict) -> str:

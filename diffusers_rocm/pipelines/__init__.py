@@ -9,6 +9,7 @@ from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.rank_guard import RANK_CHECKS, GuardedScheduler, InputGuard
 from ..models._modeling_parallel import OurConfig
 from ..models.modeling_utils import Removable
+from .denoisers import denoisers_of
 from .parallel_call import ParallelCall
 from .vae import check_vae, share_vae
 
@@ -37,8 +38,7 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     if rank_check not in RANK_CHECKS:
         raise ValueError(f"rank_check must be one of {', '.join(map(repr, RANK_CHECKS))}; got {rank_check!r}")
     check_vae(pipe, vae)
-    components = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
-    denoisers = [component for component in components if component is not None]
+    denoisers = denoisers_of(pipe)
     if not denoisers:
         kind = "a UNet" if getattr(pipe, "unet", None) is not None else "no transformer"
         raise ValueError(f"{type(pipe).__name__} has {kind}; only diffusion transformers can be parallel")
@@ -70,6 +70,7 @@ def guard_ranks(
     listeners = [hook for each in denoisers for hook in each.parallelism.hooks if isinstance(hook, GuidanceParallel)]
     for guidance in listeners:
         guidance.check = rank_check != "off"
+        guidance.take_turns_with(listeners[0])
     if rank_check != "off" and axes.replica.size > 1:
         guards = [InputGuard(denoiser, axes.replica, always=rank_check == "always") for denoiser in denoisers]
         hooks += zip(denoisers, guards, strict=True)

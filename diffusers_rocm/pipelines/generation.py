@@ -30,6 +30,7 @@ from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.mesh import AXES, Axes
 from ..models._modeling_parallel import ParallelConfig
 from .contact_sheet import contact_sheet
+from .denoisers import denoisers_of
 from .load import load_pipeline
 from .model_folder import ModelFolder
 from .peaks import device_peak, host_peak
@@ -106,9 +107,8 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
         if getattr(request, f"vae_{name}"):
             _enable(getattr(pipe, "vae", None), name)
     if request.compile:
-        for denoiser in (pipe.transformer, getattr(pipe, "transformer_2", None)):
-            if denoiser is not None:
-                denoiser.compile_repeated_blocks(fullgraph=True)
+        for denoiser in denoisers_of(pipe):
+            denoiser.compile_repeated_blocks(fullgraph=True)
     return pipe, pipe.transformer.parallelism.axes
 
 

@@ -19,6 +19,7 @@ from ..loaders.load import sharded_loading
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
+from .denoisers import DENOISERS
 from .text_encoders import load_text_encoder
 
 
@@ -85,7 +86,7 @@ def load_pipeline(
     if unknown:
         raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
     own = {name: cls for name, (library, cls) in entries.items() if library == "diffusers"}
-    denoisers = {name: cls for name, cls in own.items() if name.startswith("transformer")}
+    denoisers = {name: cls for name, cls in own.items() if name in DENOISERS}
     quantized = _quantized(quantization_config, entries, denoisers)
     modes = {}
     for name, cls in encoders.items():

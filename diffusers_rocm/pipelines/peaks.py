@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
+from .denoisers import denoisers_of
+
 
 def device_peak(device: torch.device) -> int:
     """Bytes, at most, that tensors on the device took since its peak was reset; 0 for a CPU."""
@@ -57,9 +59,8 @@ class StagePeaks:
 
     def watch(self, pipe: DiffusionPipeline) -> None:
         """Denoising begins with the first forward of a transformer, decoding with the VAE's `decode`."""
-        for name in ("transformer", "transformer_2"):
-            if getattr(pipe, name, None) is not None:
-                getattr(pipe, name).register_forward_pre_hook(lambda *_: self.begin("denoise"))
+        for denoiser in denoisers_of(pipe):
+            denoiser.register_forward_pre_hook(lambda *_: self.begin("denoise"))
         vae = getattr(pipe, "vae", None)
         if vae is not None:
             decode = vae.decode

@@ -10,17 +10,15 @@ from parameterized import parameterized
 
 from diffusers_rocm import CFGParallelConfig, ParallelConfig, parallelize
 from diffusers_rocm.hooks.around_call import AroundCall
+from diffusers_rocm.pipelines.denoisers import denoisers_of
 
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.testing_utils.variants import variants
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_hidream_image import HiDreamImageTransformerTesterConfig
 from ..testing_utils import message_of, relative_l2, run_ranks
 from .testing_utils import PIPELINES, build, latents
-
-
-def transformers(pipe) -> list[torch.nn.Module]:
-    return [model for model in (pipe.transformer, getattr(pipe, "transformer_2", None)) if model is not None]
 
 
 def count_rows(pipe) -> list[int]:
@@ -30,7 +28,7 @@ def count_rows(pipe) -> list[int]:
     def count(block, args, kwargs, output):
         rows.append((*args, *kwargs.values())[0].shape[0])
 
-    for model in transformers(pipe):
+    for model in denoisers_of(pipe):
         blocks = next(module for module in model.children() if isinstance(module, torch.nn.ModuleList))
         blocks[0].register_forward_hook(count, with_kwargs=True)
     return rows
@@ -38,7 +36,7 @@ def count_rows(pipe) -> list[int]:
 
 def parity_worker(name: str, degrees: dict, prompts: int) -> dict:
     pipe, arguments = build(name), PIPELINES[name].call(prompts)
-    classes = [type(each) for each in (pipe, pipe.scheduler, *transformers(pipe))]
+    classes = [type(each) for each in (pipe, pipe.scheduler, *denoisers_of(pipe))]
     wanted, rows = latents(pipe, arguments), count_rows(pipe)
     latents(pipe, arguments)
     alone = sum(rows)
@@ -47,14 +45,33 @@ def parity_worker(name: str, degrees: dict, prompts: int) -> dict:
     rows.clear()
     outputs.append(latents(pipe, arguments))
     work = sum(rows) / alone
-    for model in transformers(pipe):
+    for model in denoisers_of(pipe):
         model.disable_parallelism()
     outputs.append(latents(pipe, arguments))
     return {
         "errors": [relative_l2(output, wanted) for output in outputs],
         "work": work,
-        "restored": classes == [type(each) for each in (pipe, pipe.scheduler, *transformers(pipe))],
+        "restored": classes == [type(each) for each in (pipe, pipe.scheduler, *denoisers_of(pipe))],
     }
+
+
+@torch.no_grad()
+def rows_worker(names: list[str]) -> dict[str, float | str]:
+    """Each tiny model, a batch of two by rows; the error, or what it says."""
+    results = {}
+    for name in names:
+        config, _ = variants()[name]
+        model, inputs = config.get_model(), config.get_inputs(2)
+        if name == "ZImageTransformer":  # whose samples are of several sizes
+            inputs["x"] = [inputs["x"][0], inputs["x"][0].flip(-1)]
+            inputs["cap_feats"] = [x[:21] for x in inputs["cap_feats"]]
+        wanted = config.get_output(model, inputs)
+        model.enable_parallelism(config=CFGParallelConfig(cfg=2))
+        try:
+            results[name] = relative_l2(config.get_output(model, inputs), wanted)
+        except (ValueError, RuntimeError) as error:
+            results[name] = str(error)
+    return results
 
 
 def errors_worker() -> dict:
@@ -185,11 +202,15 @@ def reading_worker() -> dict:
             "chunk": views.chunk(2, dim=1)[1],
             "reshaped": views.transpose(1, 2).unsqueeze(0),
             "same dtype": views.float(),
+            "cast": views.double(),
+            "cast, cut and cast": views.bfloat16()[:, :20].float(),
+            "clone": views.clone(),
         }
         assert views.shape == wanted.shape and views.dtype == torch.float32 and len(views) == 1
         last = predict(other).sample
         made = {"itself": wanted, "slice": wanted[:, :20], "chunk": wanted.chunk(2, dim=1)[1], "same dtype": wanted}
-        made["reshaped"] = wanted.transpose(1, 2).unsqueeze(0)
+        made |= {"reshaped": wanted.transpose(1, 2).unsqueeze(0), "cast": wanted, "clone": wanted}
+        made["cast, cut and cast"] = wanted.bfloat16()[:, :20].float()
         results |= {name: relative_l2(x, made[name]) for name, x in kept.items()}
         results["last"] = relative_l2(last, wanted_other)
         results["arithmetic"] = relative_l2(last + 3 * (views - last), wanted_other + 3 * (wanted - wanted_other))
@@ -197,8 +218,7 @@ def reading_worker() -> dict:
         "mul": lambda x: x * 2,
         "sum": lambda x: x.sum(),
         "item": lambda x: x[0, 0, 0].item(),
-        "double": lambda x: x.double(),
-        "clone": lambda x: x.clone(),
+        "sum of a cast": lambda x: x.double().sum(),
         "in place": lambda x: x.mul_(2),
         "set": lambda x: x.__setitem__(0, 1.0),
         "list": lambda x: x.tolist(),
@@ -223,6 +243,7 @@ MESHES = [
     *((name, {"cfg": 2}, 1) for name, each in PIPELINES.items() if each.guidance),
     ("flux", {"cfg": 2}, 2),
     ("sd3", {"cfg": 2}, 3),
+    ("z_image", {"cfg": 2}, 3),
     ("flux", {"cfg": 2, "ulysses": 2}, 1),
     ("flux", {"cfg": 2, "tp": 2}, 1),
     ("wan", {"cfg": 2, "ring": 2}, 1),
@@ -231,7 +252,27 @@ MESHES = [
 ]
 
 
+# Of a batch of two: what cannot be shared by rows, and what its error says.
+NOT_BY_ROWS = {
+    "GlmImageCachedTransformer": "fails on a part of its rows (Cannot match 2 cached samples to batch size 1",
+    "LatteTransformer": "fails on a part of its rows (The size of tensor a (15) must match",  # a mask for each frame
+    "OmniGenTransformer": "is given input_image_sizes by the numbers of its rows",
+}
+# One picture in a list, or a cache of their own, in each call.
+OF_ONE_ROW = ("Cosmos3", "SanaWM", "WanAnimate2")
+
+
 class TestCFGParallel(unittest.TestCase):
+    def test_every_model_by_rows(self):
+        """A length, a layer or a coordinate must not be taken for a row, nor the other way round."""
+        names = [name for name in variants() if not name.startswith(OF_ONE_ROW) and "ControlNet" not in name]
+        for results in run_ranks(2, rows_worker, names):
+            for name, result in results.items():
+                if name in NOT_BY_ROWS:
+                    assert NOT_BY_ROWS[name] in result and "use dp, ulysses or tp" in result, (name, result)
+                else:
+                    assert isinstance(result, float) and result <= FLOAT32_BAR, (name, result)
+
     @parameterized.expand(MESHES)
     def test_whole_loop(self, name, degrees, prompts):
         world = 2 * max([degree for axis, degree in degrees.items() if axis != "cfg"], default=1)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import diffusers
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
@@ -24,6 +25,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
     WanPipeline,
+    ZImagePipeline,
 )
 
 from ..models.testing_utils.common import randn
@@ -32,6 +34,7 @@ from ..models.transformers.test_models_transformer_flux2 import Flux2Transformer
 from ..models.transformers.test_models_transformer_hunyuan_video import HunyuanVideoTransformerTesterConfig
 from ..models.transformers.test_models_transformer_qwenimage import QwenImageTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
+from ..models.transformers.test_models_transformer_z_image import ZImageTransformerTesterConfig
 
 
 def with_random_weights(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
@@ -218,6 +221,46 @@ def pixart_call(prompts: int = 1) -> dict:
     }
 
 
+def z_image() -> ZImagePipeline:
+    model = ZImageTransformerTesterConfig().get_model()
+    return ZImagePipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, model)
+
+
+def z_image_call(prompts: int = 1) -> dict:
+    """Samples in lists, texts of several lengths."""
+    return {
+        "prompt_embeds": [randn(21 + each, 24, seed=each) for each in range(prompts)],
+        "negative_prompt_embeds": [randn(9 - each, 24, seed=10 + each) for each in range(prompts)],
+        "guidance_scale": 4.0,
+        "height": 80,
+        "width": 112,
+    }
+
+
+def ideogram4() -> DiffusionPipeline:
+    """A transformer for each branch."""
+    config = Ideogram4TransformerTesterConfig()
+    first, second = config.get_model(seed=0), config.get_model(seed=1)
+    pipe = diffusers.Ideogram4Pipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, first, second)
+
+    def encode_prompt(prompt: list[str], grid_h: int, grid_w: int, max_sequence_length: int, device: torch.device):
+        words, image = max_sequence_length, grid_h * grid_w
+        places = torch.arange(words)[:, None].expand(-1, 3)
+        grid = 65536 + torch.cartesian_prod(torch.arange(1), torch.arange(grid_h), torch.arange(grid_w))
+        indicator = torch.tensor([3] * words + [2] * image)
+        every = [torch.cat([places, grid]), torch.ones(words + image, dtype=torch.long), indicator]
+        features = randn(len(prompt), words + image, config.get_init_dict()["llm_features_dim"], seed=1)
+        return features, *(x.expand(len(prompt), *x.shape) for x in every)
+
+    pipe.encode_prompt = encode_prompt
+    return pipe
+
+
+def ideogram4_call(prompts: int = 1) -> dict:
+    schedule = {"guidance_schedule": None, "guidance_scale": 5.0}
+    return {"prompt": ["one"] * prompts, "height": 80, "width": 48, "max_sequence_length": 10, **schedule}
+
+
 @dataclass(frozen=True)
 class TinyPipeline:
     """A pipeline, the arguments of a call, and how it computes the branches of guidance, if it has any."""
@@ -236,9 +279,14 @@ PIPELINES = {
     "ltx": TinyPipeline(ltx, ltx_call, "stacked"),
     "cogvideox": TinyPipeline(cogvideox, cogvideox_call, "stacked"),
     "pixart": TinyPipeline(pixart, pixart_call, "stacked"),
+    "z_image": TinyPipeline(z_image, z_image_call, "stacked"),
     "flux2": TinyPipeline(flux2, flux2_call, None),
     "hunyuan_video": TinyPipeline(hunyuan_video, hunyuan_video_call, None),
 }
+if hasattr(diffusers, "Ideogram4Pipeline"):
+    from ..models.transformers.test_models_transformer_ideogram4 import Ideogram4TransformerTesterConfig
+
+    PIPELINES["ideogram4"] = TinyPipeline(ideogram4, ideogram4_call, "two calls")
 
 
 def build(name: str) -> DiffusionPipeline:
