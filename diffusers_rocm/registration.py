@@ -33,7 +33,7 @@ _originals: list[tuple[Any, Any, Any]] = []
 
 def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     """`(class, module or dict, name, wrapper)`: what has that name becomes `wrapper(what it was)`."""
-    from diffusers import ModelMixin
+    from diffusers import DiffusionPipeline, ModelMixin
     from diffusers.hooks import (
         faster_cache,
         first_block_cache,
@@ -53,10 +53,11 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention
 
-    from .hooks import caches, group_offload
+    from .hooks import caches, group_offload, stand_in
     from .loaders import load, lora
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
+    from .pipelines import parallel_call
 
     # All versions: our configs go to our engine; every other config goes on to diffusers' own code.
     yield ModelMixin, "enable_parallelism", ours.wrap_enable_parallelism
@@ -91,6 +92,9 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         yield registry._backends, backend, functools.partial(our_attention.wrap_backend, backend)
         yield registry._supported_arg_names, backend, our_attention.wrap_argument_names
     yield ModelMixin, "set_attention_backend", ours.wrap_set_attention_backend
+    # All versions: pipelines that share their components share what makes them parallel.
+    yield DiffusionPipeline, "register_modules", parallel_call.wrap_register_modules
+    yield DiffusionPipeline, "_get_signature_types", stand_in.wrap_get_signature_types
     # All versions: ranks that share a forward must decide alike, and what mixes branches of guidance must have both.
     yield first_block_cache.FBCHeadBlockHook, "new_forward", caches.wrap_first_block
     yield mag_cache.MagCacheBlockHook, "new_forward", caches.wrap_mag_cache_block

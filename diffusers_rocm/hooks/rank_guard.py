@@ -78,12 +78,22 @@ class GuardedScheduler:
     """
 
     def __init__(self, scheduler: Any, axis: Axis, listeners: Sequence[InRun] = (), check: bool = True):
-        self._scheduler, self.axis, self.listeners, self.check = scheduler, axis, listeners, check
+        self.axis, self.listeners, self.check = axis, listeners, check
+        self._hang_on(scheduler)
+
+    def _hang_on(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
         self._forget()
         users = vars(scheduler).setdefault("guards", [])
         if not users:
             scheduler.__class__ = _guarded_class(type(scheduler))
         users.append(self)
+
+    def follow(self, scheduler: Any) -> None:
+        """Be on this scheduler, which a pipeline has now, if not already."""
+        if scheduler is not self._scheduler:
+            self.remove()
+            self._hang_on(scheduler)
 
     def __deepcopy__(self, memo: dict) -> "GuardedScheduler":
         return self  # a copied scheduler is on the same ranks

@@ -18,9 +18,9 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     """Make the denoisers of a pipeline that is in memory parallel, in place, and keep its ranks equal.
 
     Every rank makes the same calls, with the same arguments, and gets all pictures. Without a generator the ranks draw
-    one seed together. The scheduler is the one that the pipeline has now. A ControlNet is a model of its own and stays
-    whole: call its `enable_parallelism` to make it parallel. `pipe.transformer.disable_parallelism()` undoes it all,
-    for the first denoiser; call it for each.
+    one seed together. Pipelines made of this one's components from here on (`from_pipe`) are parallel too, and the
+    scheduler may be replaced. A ControlNet is a model of its own and stays whole: call its `enable_parallelism` to
+    make it parallel. `pipe.transformer.disable_parallelism()` undoes it all, for the first denoiser; call it for each.
 
     Args:
         config: any of this package.

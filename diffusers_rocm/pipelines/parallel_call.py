@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import DiffusionPipeline
+from torch import nn
 
 from ..distributed.agreement import agree
 from ..distributed.axis import Axis
@@ -20,20 +22,33 @@ from .data_parallel import spread
 
 
 class ParallelCall:
-    """Hangs on a pipeline, around its call, until `remove()`."""
+    """Hangs on pipelines with the same denoiser, around their calls, until `remove()`."""
 
     def __init__(self, pipe: DiffusionPipeline, axes: Axes, guard: GuardedScheduler):
-        self._pipe, self._axes, self._guard, self._check = pipe, axes, guard, guard.check
-        self._shares_vae = hasattr(getattr(pipe, "vae", None), "parallel_decode")
-        pipe.parallel_call = self
-        pipe.__class__ = _parallel_class(type(pipe))
+        self._axes, self._guard, self._check = axes, guard, guard.check
+        self._pipes: weakref.WeakSet[DiffusionPipeline] = weakref.WeakSet()
+        self.hang_on(pipe)
+
+    def hang_on(self, pipe: DiffusionPipeline) -> None:
+        if pipe not in self._pipes:
+            self._pipes.add(pipe)
+            pipe.parallel_call = self
+            pipe.__class__ = _parallel_class(type(pipe))
 
     def remove(self) -> None:
-        self._pipe.__class__ = type(self._pipe).__base__
-        del self._pipe.parallel_call
+        for pipe in self._pipes:
+            pipe.__class__ = type(pipe).__base__
+            del pipe.parallel_call
 
-    def run(self, call: Callable[..., Any], known: Mapping[str, inspect.Parameter], arguments: dict[str, Any]) -> Any:
+    def run(
+        self,
+        pipe: DiffusionPipeline,
+        call: Callable[..., Any],
+        known: Mapping[str, inspect.Parameter],
+        arguments: dict[str, Any],
+    ) -> Any:
         """`call(**arguments)` for all ranks."""
+        self._guard.follow(pipe.scheduler)
 
         def guarded(**arguments: Any) -> Any:
             result = call(**arguments)
@@ -44,17 +59,17 @@ class ParallelCall:
             arguments["generator"] = _generators(arguments.get("generator"), self._axes.world, self._check)
         if self._axes.cfg.size > 1:
             defaults = {name: each.default for name, each in known.items()}
-            reason = _no_guidance(self._pipe, defaults | arguments)
+            reason = _no_guidance(pipe, defaults | arguments)
             if reason is not None:
                 raise ValueError(
-                    f"{type(self._pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would "
+                    f"{type(pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would "
                     "have all groups do the same work; turn guidance on, or use dp, ulysses or tp in its place"
                 )
-        if self._shares_vae:
+        if hasattr(getattr(pipe, "vae", None), "parallel_decode"):
             # A rank that wants latents would not decode, and the others would wait for it.
             agree("arguments", {"output_type": arguments.get("output_type")}, self._axes.replica)
         if self._axes.dp.size > 1:
-            return spread(guarded, self._pipe, arguments, self._axes.dp)
+            return spread(guarded, pipe, arguments, self._axes.dp)
         return guarded(**arguments)
 
 
@@ -70,9 +85,24 @@ def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
             del arguments["self"]
             for name in [name for name, each in signature.parameters.items() if each.kind == each.VAR_KEYWORD]:
                 arguments |= arguments.pop(name, {})
-            return self.parallel_call.run(super().__call__, signature.parameters, arguments)
+            return self.parallel_call.run(self, super().__call__, signature.parameters, arguments)
 
     return Parallel
+
+
+def wrap_register_modules(original: Callable) -> Callable:
+    """A pipeline that is made of the components of a parallel one (`from_pipe`) is parallel too."""
+
+    @functools.wraps(original)
+    def register_modules(self, **kwargs):
+        original(self, **kwargs)
+        for component in kwargs.values():
+            parallelism = vars(component).get("parallelism") if isinstance(component, nn.Module) else None
+            for hook in parallelism.hooks if parallelism is not None else ():
+                if isinstance(hook, ParallelCall):
+                    hook.hang_on(self)
+
+    return register_modules
 
 
 def _generators(given: Any, axis: Axis, check: bool) -> Any:
