@@ -106,6 +106,9 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         from diffusers.hooks.sea_cache import SeaCacheLeaderBlockHook
 
         yield SeaCacheLeaderBlockHook, "new_forward", caches.wrap_sea_cache_leader
+    # All versions: ranks would overwrite each other's weights on disk.
+    for module in (diffusers.hooks, group_offloading):
+        yield module, "apply_group_offloading", group_offload.wrap_apply_group_offloading
     # 0.42: group offloading of quantised weights, which with a stream loses those that are pinned or not to be.
     if hasattr(group_offloading.ModuleGroup, "_to_cpu"):
         yield group_offloading.ModuleGroup, "_to_cpu", group_offload.wrap_to_cpu

@@ -56,21 +56,15 @@ def strangers(model: torch.nn.Module) -> int:
 
 
 @torch.no_grad()
-def offloaded_after_worker(config: BaseModelTesterConfig, degrees: dict[str, int], level: str) -> dict:
+def offloaded_after_worker(config: BaseModelTesterConfig, degrees: dict[str, int], level: str, folder: str) -> dict:
     inputs, model = config.get_inputs(2), config.get_model()
     wanted = config.get_output(model, inputs)
     model.enable_parallelism(config=ParallelConfig(**degrees))
-    with tempfile.TemporaryDirectory() as folder:
-        offload(model, level, folder)
-        errors = [relative_l2(config.get_output(model, inputs), wanted) for _ in range(2)]
-        messages = (
-            {}
-            if "tp" not in degrees
-            else {
-                "whole": message_of(model.disable_parallelism),
-                "saved": message_of(model.save_pretrained, folder),
-            }
-        )
+    offload(model, level, folder)
+    errors, messages = [relative_l2(config.get_output(model, inputs), wanted) for _ in range(2)], {}
+    if "tp" in degrees:
+        messages["whole"] = message_of(model.disable_parallelism)
+        messages["saved"] = message_of(model.save_pretrained, folder)
     return {"errors": errors, "strangers": strangers(model), "messages": messages}
 
 
@@ -100,7 +94,9 @@ def offloaded_before_worker(config: BaseModelTesterConfig, degrees: dict[str, in
 class TestGroupOffload(unittest.TestCase):
     @parameterized.expand(itertools.product(CONFIGS, LEVELS, ({"tp": 2}, {"ulysses": 2})))
     def test_after_enabling(self, name, level, degrees):
-        for result in run_ranks(2, offloaded_after_worker, CONFIGS[name](), degrees, level):
+        with tempfile.TemporaryDirectory() as folder:  # of all ranks
+            results = run_ranks(2, offloaded_after_worker, CONFIGS[name](), degrees, level, folder)
+        for result in results:
             assert max(result["errors"]) <= FLOAT32_BAR and result["strangers"] == 0, result
             assert all("are offloaded to disk" in message for message in result["messages"].values()), result
 
