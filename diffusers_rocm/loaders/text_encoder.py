@@ -15,6 +15,7 @@ from ..hooks.tensor_parallel import Placement, resolve, shard_modules
 from ..models.plans.text_encoders import TEXT_ENCODER_PLANS
 from .load import fill
 from .stored_tensor import checkpoint_entries, stored_tensors
+from .whole import load_whole
 
 
 def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
@@ -104,16 +105,9 @@ def load_sharded_text_encoder(
         for turn in range(tp.size):
             with fail_together(f"load the {cls.__name__}", tp):
                 if turn == tp.rank:
-                    model = load_whole_text_encoder(cls, folder, dtype, variant)
+                    model = load_whole(cls, folder, dtype, variant)
                     shard_text_encoder(model, tp)
     return model
-
-
-def load_whole_text_encoder(
-    cls: type[PreTrainedModel], folder: Path, dtype: torch.dtype, variant: str | None = None
-) -> PreTrainedModel:
-    checkpoint_files(folder, variant)  # there are some
-    return cls.from_pretrained(folder, dtype=dtype, variant=variant, use_safetensors=True)
 
 
 def _renamed(model: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

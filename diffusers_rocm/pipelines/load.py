@@ -8,14 +8,15 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
+from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.utils import logging
 from torch import nn
 
 from ..distributed import init
-from ..distributed.agreement import fail_together
+from ..distributed.agreement import agree, fail_together
 from ..distributed.quantized import parts
 from ..loaders.load import sharded_loading
+from ..loaders.whole import load_whole, variant_in
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
@@ -69,10 +70,14 @@ def load_pipeline(
         ValueError: what `parallelize` or the loading of a component cannot have; another component to be quantised.
         RuntimeError: another rank failed.
     """
+    here, variant = init(device), kwargs.get("variant")
+    axes = parallel_config.axes()
+    choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
+    agree("arguments of load_pipeline()", choices | {"dtype": torch_dtype, "variant": variant}, axes.world)
     if offload not in OFFLOADS:
         raise ValueError(f"offload must be one of {', '.join(OFFLOADS)}; got {offload!r}")
-    here = init(device)
-    axes, folder, variant = parallel_config.axes(), _local(model, kwargs), kwargs.get("variant")
+    with fail_together("find the pipeline", axes.world):
+        folder = _local(model, kwargs)
     index = json.loads((folder / "model_index.json").read_text())
     entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
     encoders = {
@@ -104,10 +109,14 @@ def load_pipeline(
                 how |= {"quantization_config": quantized[name], "device_map": {"": here}}
             with fail_together(f"load the {cls}", axes.world), sharded_loading(axes.tp):
                 kwargs[name] = getattr(diffusers, cls).from_pretrained(
-                    folder, subfolder=name, variant=variant, use_safetensors=True, **how
+                    folder, subfolder=name, variant=variant_in(folder / name, variant), use_safetensors=True, **how
                 )
+    for name, cls in own.items():
+        if name not in kwargs and issubclass(getattr(diffusers, cls), ModelMixin):
+            with fail_together(f"load the {cls}", axes.world):
+                kwargs[name] = load_whole(getattr(diffusers, cls), folder / name, torch_dtype, variant)
     with fail_together("load the rest of the pipeline", axes.world):
-        pipe = pipeline.from_pretrained(folder, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
+        pipe = pipeline.from_pretrained(folder, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
     parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae)
     if offload == "auto" and here.type != "cpu":

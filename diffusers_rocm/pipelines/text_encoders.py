@@ -18,9 +18,9 @@ from ..loaders.text_encoder import (
     checkpoint_files,
     empty_text_encoder,
     load_sharded_text_encoder,
-    load_whole_text_encoder,
     placements_of,
 )
+from ..loaders.whole import load_whole
 from .first_rank import answer_of_first_rank
 
 
@@ -51,13 +51,13 @@ def load_text_encoder(
         mode = _fitting(cls, folder, axis, device, dtype, variant)
     if axis.size == 1 or mode == "replicate":
         with fail_together(f"load the {cls.__name__}", axis):
-            return load_whole_text_encoder(cls, folder, dtype, variant), "replicate"
+            return load_whole(cls, folder, dtype, variant), "replicate"
     if mode == "shard":
         model = load_sharded_text_encoder(cls, folder, axis, dtype, variant)
     else:
         with fail_together(f"load the {cls.__name__}", axis):
             first = axis.rank == 0
-            model = load_whole_text_encoder(cls, folder, dtype, variant) if first else _shell(cls, folder, dtype)
+            model = load_whole(cls, folder, dtype, variant) if first else _shell(cls, folder, dtype)
         FirstRankEncoder(model, axis)
     model.save_pretrained = functools.partial(_refuse_to_save, cls.__name__, mode)
     return model, mode

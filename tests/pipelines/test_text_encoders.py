@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.quantized import is_quantized, parts
-from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder, load_whole_text_encoder
+from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder
+from diffusers_rocm.loaders.whole import load_whole
 from diffusers_rocm.models.plans.text_encoders import TEXT_ENCODER_PLANS
 from diffusers_rocm.pipelines import text_encoders
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
@@ -141,7 +142,7 @@ def encoded(model: PreTrainedModel) -> list[torch.Tensor]:
 
 def sharded_worker(name: str, folder: str) -> dict:
     cls, axis = getattr(transformers, name), Axis.of_all()
-    wanted = encoded(load_whole_text_encoder(cls, Path(folder), torch.float32))
+    wanted = encoded(load_whole(cls, Path(folder), torch.float32))
     with elements_read() as read:
         model = load_sharded_text_encoder(cls, Path(folder), axis, torch.float32)
     tensors = {x.data_ptr(): x for x in model.state_dict().values()}  # words may have two names
@@ -225,6 +226,48 @@ def offload_worker() -> list[float]:
         pipe.transformer.disable_parallelism()
         errors.append(relative_l2(pictures(pipe), wanted))
     return errors
+
+
+def damage(folder: Path, component: str, how: str) -> str:
+    """Damage one tensor of a component; its name."""
+    file = next((folder / component).glob("*.safetensors"))
+    tensors = load_file(file)
+    name = "decoder.conv_in.weight" if component == "vae" else sorted(tensors)[-1]
+    if how == "missing":
+        del tensors[name]
+    elif how == "shape":
+        tensors[name] = torch.zeros(3, 1)
+    file.unlink()
+    if how == "pickle":
+        torch.save(tensors, file.with_suffix(".bin"))
+        return "safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    if how == "cut off":
+        file.write_bytes(file.read_bytes()[:-8])
+        return ""
+    return name
+
+
+def damaged_worker(folder: str, text_encoders: str) -> str:
+    with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
+        load_pipeline(folder, ParallelConfig(tp=2), text_encoders=text_encoders)
+    return str(caught.value)
+
+
+def different_arguments_worker() -> dict[str, str]:
+    """What is given to one rank alone."""
+    first, config = dist.get_rank() == 0, ParallelConfig(tp=2)
+    given = {
+        "text_encoders": "shard" if first else "replicate",
+        "offload": "model" if first else "nothing",
+        "vae": "tile" if first else "replicate",
+    }
+    messages = {
+        name: message_of(load_pipeline, EMBEDDED_MODEL, config, **{name: value}) for name, value in given.items()
+    }
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        load_pipeline(EMBEDDED_MODEL if first else "/nowhere/at/all", config)
+    return messages | {"folder": str(caught.value)}
 
 
 def refusals_worker(folder: str) -> dict[str, str]:
@@ -333,6 +376,34 @@ class TestLoadPipeline(unittest.TestCase):
     def test_models_that_wait_on_the_host(self):
         for errors in run_ranks(2, offload_worker):
             assert max(errors) <= FLOAT32_BAR, errors
+
+    @parameterized.expand(
+        [
+            (component, mode, how)
+            for component, mode in (
+                ("text_encoder_2", "shard"),
+                ("text_encoder_2", "first-rank"),
+                ("text_encoder", "replicate"),
+                ("vae", "replicate"),
+                ("transformer", "replicate"),
+            )
+            for how in ("missing", "shape", "cut off", "pickle")
+        ]
+    )
+    def test_damaged_files(self, component, mode, how):
+        """Named on every rank, whatever reads them."""
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(parent, "model")
+            shutil.copytree(EMBEDDED_MODEL, folder)
+            name = damage(folder, component, how)
+            for message in run_ranks(2, damaged_worker, str(folder), mode):
+                assert name in message and (how != "cut off" or "safetensors" in message), message
+
+    def test_ranks_with_different_arguments(self):
+        for messages in run_ranks(2, different_arguments_worker):
+            for name in ("text_encoders", "offload", "vae"):
+                assert f"different arguments of load_pipeline(): {name} is" in messages[name], messages
+            assert "/nowhere/at/all" in messages["folder"], messages
 
     def test_bad_input_is_an_error_on_all_ranks(self):
         with tempfile.TemporaryDirectory() as folder:
