@@ -45,6 +45,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
         FluxLoraLoaderMixin,
         FromOriginalModelMixin,
         PeftAdapterMixin,
+        lora_pipeline,
         single_file_model,
         single_file_utils,
     )
@@ -83,6 +84,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     yield PeftAdapterMixin, "unload_lora", lora.wrap_unload_lora
     yield FluxLoraLoaderMixin, "_calculate_module_shape", lora.wrap_calculate_module_shape
     yield diffusers.loaders.peft, "_create_lora_config", lora.wrap_create_config
+    yield lora_pipeline, "_load_lora_into_text_encoder", lora.wrap_load_lora_into_text_encoder
     # 0.42: LoKr too is loaded.
     if hasattr(diffusers.loaders.peft, "_create_lokr_config"):
         yield diffusers.loaders.peft, "_create_lokr_config", lora.wrap_create_config

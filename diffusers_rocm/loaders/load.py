@@ -139,6 +139,13 @@ def shard_additions(model: nn.Module) -> None:
         shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
 
 
+def _not_quantized(key: str, own: Sequence[int], whole: Sequence[int], why: str = "") -> str:
+    return (
+        f"torchao cannot quantise this rank's {[*own]} of {key}, {[*whole]} in all{why}: another group size or tp may "
+        "fit, or name it in modules_to_not_convert"
+    )
+
+
 @torch.no_grad()
 def fill(
     model: nn.Module,
@@ -186,13 +193,20 @@ def fill(
         else:
             source.read(tensor, shard.dim, shard.runs(tp.rank, tp.size))
         if quantizer is not None and quantizer.check_if_quantized_param(model, tensor, key, {}):
-            quantizer.create_quantized_param(model, tensor, key, device, {}, [])
-            kept_plain = type(getattr(module, attribute).data) is Tensor
-            if kept_plain and type(quantizer.quantization_config.quant_type).__name__ != "FqnToConfig":
-                raise ValueError(
-                    f"torchao cannot quantise this rank's {[*was.shape]} of {key}, {[*shape]} in all: another group "
-                    "size or another tp may fit, or name it in modules_to_not_convert"
-                )
+            try:
+                quantizer.create_quantized_param(model, tensor, key, device, {}, [])
+            except (AssertionError, ValueError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise ValueError(_not_quantized(key, was.shape, shape, f" ({error})")) from error
+            of_kind, kept_plain = (
+                quantizer.quantization_config.quant_type,
+                type(getattr(module, attribute).data) is Tensor,
+            )
+            # torchao leaves plain what has no whole number of groups; so it would, of one process.
+            group = getattr(of_kind, "group_size", None) or 1
+            if kept_plain and shape[-1] % group == 0 and type(of_kind).__name__ != "FqnToConfig":
+                raise ValueError(_not_quantized(key, was.shape, shape))
             continue
         if isinstance(was, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=was.requires_grad)

@@ -6,6 +6,7 @@ they adapt. So are they where the adapter was there before the model was paralle
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -268,3 +269,22 @@ def wrap_calculate_module_shape(original: staticmethod) -> staticmethod:
         return original.__func__(model, base_module, base_weight_param_name)
 
     return staticmethod(_calculate_module_shape)
+
+
+def wrap_load_lora_into_text_encoder(original: Callable) -> Callable:
+    """An adapter of a text encoder is for all of it."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_lora_into_text_encoder(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        mode = vars(given["text_encoder"]).get("shared_by_ranks")
+        name = given.get("prefix") or given.get("text_encoder_name", "text_encoder")
+        if mode is not None and any(key.startswith(f"{name}.") for key in given["state_dict"]):
+            raise ValueError(
+                f"this adapter is for the {name} too, which text_encoders={mode!r} leaves whole on no rank, or on the "
+                f"first alone: load the pipeline with text_encoders={{{name!r}: 'replicate'}}"
+            )
+        return original(*args, **kwargs)
+
+    return load_lora_into_text_encoder

@@ -256,6 +256,11 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
             return original.__func__(cls, *args, **kwargs)
         kwargs.pop("parallel_config")
         axes = ours.axes()
+        if original.__name__ == "from_single_file" and kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                "diffusers quantises nothing that it reads from a single file: quantise the parallel model, or "
+                "save it by save_pretrained and load that"
+            )
         if axes.tp.size > 1 and original.__name__ == "from_pretrained":
             kwargs.setdefault("use_safetensors", True)
         with fail_together(f"load a {cls.__name__}", axes.world), sharded_loading(axes.tp):

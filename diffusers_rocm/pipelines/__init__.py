@@ -23,7 +23,7 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     make it parallel. `pipe.transformer.disable_parallelism()` undoes it all, for the first denoiser; call it for each.
 
     Args:
-        config: any of this package.
+        config: any of this package. A denoiser may be parallel already, under one alike.
         rank_check: when to compare the inputs of the ranks: in the `"first"` step of a call, `"always"`, or `"off"`.
         vae: how the ranks that share a picture decode it: `"replicate"`, each all of it; `"first-rank"`, the first one
             for all; `"tile"`, each some of the tiles, of which the picture is made by the VAE's own tiled decoding.
@@ -45,8 +45,9 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     enabled = []
     try:
         for denoiser in denoisers:
-            denoiser.enable_parallelism(config=config)
-            enabled.append(denoiser)
+            if not _is_parallel_so(denoiser, config):
+                denoiser.enable_parallelism(config=config)
+                enabled.append(denoiser)
         axes = denoisers[0].parallelism.axes
         agree("arguments of parallelize()", {"rank_check": rank_check, "vae": vae}, axes.world)
     except ValueError:
@@ -60,6 +61,14 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
     for denoiser, hook in guard_ranks(pipe, denoisers, rank_check):
         denoiser.parallelism.hooks.append(hook)
     return axes
+
+
+def _is_parallel_so(denoiser: nn.Module, config: OurConfig) -> bool:
+    """Was it loaded, or enabled, under a config alike, and is of no pipeline yet?"""
+    own = getattr(denoiser, "parallelism", None)
+    if own is None or any(isinstance(hook, (InputGuard, ParallelCall)) for hook in own.hooks):
+        return False
+    return own.axes == config.axes() and own.config.rotate_method == config.rotate_method
 
 
 def guard_ranks(

@@ -87,7 +87,22 @@ def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
                 arguments |= arguments.pop(name, {})
             return self.parallel_call.run(self, super().__call__, signature.parameters, arguments)
 
+        @functools.wraps(cls.enable_model_cpu_offload)
+        def enable_model_cpu_offload(self, gpu_id=None, device=None):
+            return super().enable_model_cpu_offload(*_own_device(gpu_id, device))
+
+        @functools.wraps(cls.enable_sequential_cpu_offload)
+        def enable_sequential_cpu_offload(self, gpu_id=None, device=None):
+            return super().enable_sequential_cpu_offload(*_own_device(gpu_id, device))
+
     return Parallel
+
+
+def _own_device(gpu_id: int | None, device: torch.device | str | None) -> tuple[int | None, torch.device | str | None]:
+    """What diffusers is to offload to: this rank's accelerator, where it would take the first."""
+    if gpu_id is None and device is None and torch.accelerator.is_available():
+        device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    return gpu_id, device
 
 
 def wrap_register_modules(original: Callable) -> Callable:

@@ -60,6 +60,7 @@ def load_text_encoder(
             model = load_whole(cls, folder, dtype, variant) if first else _shell(cls, folder, dtype)
         FirstRankEncoder(model, axis)
     model.save_pretrained = functools.partial(_refuse_to_save, cls.__name__, mode)
+    model.shared_by_ranks = mode
     return model, mode
 
 

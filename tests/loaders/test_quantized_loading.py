@@ -1,5 +1,6 @@
 """torchao's quantisation while a parallel model is read, and checkpoints of what is quantised."""
 
+import functools
 import math
 import tempfile
 import unittest
@@ -11,6 +12,7 @@ import torch
 from diffusers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 from packaging.version import Version
 from parameterized import parameterized
+from torchao.quantization import Int4WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 
 from diffusers_rocm import ParallelConfig, TensorParallelConfig
 from diffusers_rocm.distributed.quantized import is_quantized
@@ -107,6 +109,26 @@ def save_worker(folder: str) -> float:
     return relative_l2(config.get_output(again, config.get_inputs(1)), wanted)
 
 
+@torch.no_grad()
+def groups_worker(config: BaseModelTesterConfig, folder: str) -> dict:
+    """Rows of x_embedder hold 16 elements, which are no group of 128 in one process either."""
+    others = [name for name, _ in config.get_model().named_children() if name != "x_embedder"]
+    int4 = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+    load = functools.partial(config.model_class.from_pretrained, folder, parallel_config=TensorParallelConfig(tp=2))
+    loaded = load(quantization_config=TorchAoConfig(int4, modules_to_not_convert=others))
+    by_groups = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(128))
+    return {
+        "plain": type(loaded.x_embedder.weight.data) is torch.Tensor,
+        "asserted": message_of(load, quantization_config=TorchAoConfig(by_groups, modules_to_not_convert=others)),
+        "one file": message_of(
+            config.model_class.from_single_file,
+            f"{folder}/diffusion_pytorch_model.safetensors",
+            parallel_config=TensorParallelConfig(tp=2),
+            quantization_config=TorchAoConfig(int4),
+        ),
+    }
+
+
 def cut_off_worker(config: BaseModelTesterConfig, folder: str) -> str:
     return message_of(
         config.model_class.from_pretrained,
@@ -117,6 +139,14 @@ def cut_off_worker(config: BaseModelTesterConfig, folder: str) -> str:
 
 
 class TestQuantizedLoading(unittest.TestCase):
+    def test_rows_of_no_whole_group(self):
+        with tempfile.TemporaryDirectory() as folder:
+            CONFIGS["flux"]().get_model().save_pretrained(folder)
+            for result in run_ranks(2, groups_worker, CONFIGS["flux"](), folder):
+                assert result["plain"], result
+                assert "of x_embedder.weight" in result["asserted"] and "divisible" in result["asserted"], result
+                assert "quantises nothing that it reads from a single file" in result["one file"], result
+
     @parameterized.expand([(kind, degrees) for kind in KINDS for degrees in ({"tp": 2}, {"ulysses": 2, "tp": 2})])
     def test_load(self, kind, degrees):
         """Each slice is quantised as it is read."""

@@ -20,7 +20,7 @@ from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
+from diffusers_rocm import ParallelConfig, TensorParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.quantized import is_quantized, parts
 from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder
@@ -254,6 +254,44 @@ def damaged_worker(folder: str, text_encoders: str) -> str:
     return str(caught.value)
 
 
+def adapters_worker() -> dict[str, str]:
+    """A LoRA of a text encoder, which may be anywhere."""
+    torch.manual_seed(0)
+    layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    state = {f"{layer}.lora_A.weight": torch.randn(4, 64), f"{layer}.lora_B.weight": torch.randn(64, 4)}
+    pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
+    pipe.load_lora_weights(dict(state))
+    wanted, results = pictures(pipe), {}
+    for mode in ("replicate", "shard", "first-rank"):
+        pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), text_encoders=mode)
+        if mode == "replicate":
+            pipe.load_lora_weights(dict(state))
+            results[mode] = relative_l2(pictures(pipe), wanted)
+        else:
+            results[mode] = message_of(pipe.load_lora_weights, dict(state))
+    return results
+
+
+def already_parallel_worker() -> list[float]:
+    """A transformer that was read slice by slice, in a pipeline of its own or one that is loaded."""
+    wanted = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL))
+    errors = []
+    for make in (
+        lambda it: DiffusionPipeline.from_pretrained(EMBEDDED_MODEL, transformer=it),
+        lambda it: load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), transformer=it),
+    ):
+        config = TensorParallelConfig(tp=2)
+        it = FluxTransformer2DModel.from_pretrained(EMBEDDED_MODEL, subfolder="transformer", parallel_config=config)
+        pipe = make(it)
+        if not hasattr(pipe, "parallel_call"):
+            other = message_of(parallelize, pipe, ParallelConfig(ulysses=2))
+            assert "is parallel already" in other and it.parallelism.axes.tp.size == 2, other
+            parallelize(pipe, ParallelConfig(tp=2))
+        errors.append(relative_l2(pictures(pipe), wanted))
+        assert hasattr(pipe, "parallel_call") and "is parallel already" in message_of(parallelize, pipe, config)
+    return errors
+
+
 def different_arguments_worker() -> dict[str, str]:
     """What is given to one rank alone."""
     first, config = dist.get_rank() == 0, ParallelConfig(tp=2)
@@ -398,6 +436,16 @@ class TestLoadPipeline(unittest.TestCase):
             name = damage(folder, component, how)
             for message in run_ranks(2, damaged_worker, str(folder), mode):
                 assert name in message and (how != "cut off" or "safetensors" in message), message
+
+    def test_adapters(self):
+        for results in run_ranks(2, adapters_worker):
+            assert results.pop("replicate") <= FLOAT32_BAR, results
+            for mode, message in results.items():
+                assert f"text_encoders='{mode}'" in message and "{'text_encoder': 'replicate'}" in message, message
+
+    def test_transformer_that_is_parallel_already(self):
+        for errors in run_ranks(2, already_parallel_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
 
     def test_ranks_with_different_arguments(self):
         for messages in run_ranks(2, different_arguments_worker):
