@@ -83,7 +83,7 @@ def load_pipeline(
     encoders = {
         name: getattr(transformers, cls)
         for name, (library, cls) in entries.items()
-        if library == "transformers" and name.startswith("text_encoder")
+        if library == "transformers" and name.startswith("text_encoder") and hasattr(transformers, cls)
     }
     if isinstance(text_encoders, str):
         text_encoders = dict.fromkeys(encoders, text_encoders)

@@ -91,18 +91,28 @@ CONFIGS = {
         "vision_config": SIGLIP,
         "mm_tokens_per_image": 4,
     },
+    "GemmaModel": {**DECODER, "head_dim": 12},
     "GlmModel": {**DECODER, "head_dim": 8, "attention_bias": True},
     "LlamaForCausalLM": DECODER,
     "LlamaModel": DECODER,
-    "Mistral3ForConditionalGeneration": {
-        "text_config": {**DECODER, "model_type": "mistral", "head_dim": 12},
-        "vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8},
+    "LlavaForConditionalGeneration": {
+        "text_config": {**DECODER, "model_type": "llama"},
+        "vision_config": {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16},
+        "image_token_index": 5,
     },
+    **dict.fromkeys(
+        ("Mistral3ForConditionalGeneration", "Mistral3Model"),
+        {
+            "text_config": {**DECODER, "model_type": "mistral", "head_dim": 12},
+            "vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 8},
+        },
+    ),
     "Qwen2VLForConditionalGeneration": {
         "text_config": {**DECODER, **QWEN_ROPE},
         "vision_config": {**QWEN_VISION, "hidden_size": 48},
     },
     "Qwen2_5_VLForConditionalGeneration": {"text_config": {**DECODER, **QWEN_ROPE}, "vision_config": QWEN_VISION},
+    "Qwen2_5_VLTextModel": {**DECODER, **QWEN_ROPE},
     "Qwen3ForCausalLM": {**DECODER, "head_dim": 12, "tie_word_embeddings": True},
     "Qwen3Model": {**DECODER, "head_dim": 12},
     "Qwen3VLForConditionalGeneration": {
@@ -112,6 +122,10 @@ CONFIGS = {
     "Qwen3VLModel": {"text_config": {**DECODER, **QWEN_ROPE, "head_dim": 8}, "vision_config": QWEN_VISION},
     "SmolLM3ForCausalLM": DECODER,
     "T5EncoderModel": {**T5, "feed_forward_proj": "gated-gelu"},
+    "T5GemmaEncoderModel": {
+        "encoder": {**DECODER, "head_dim": 12, "query_pre_attn_scalar": 12},
+        "is_encoder_decoder": False,
+    },
     "UMT5EncoderModel": T5,
 }
 

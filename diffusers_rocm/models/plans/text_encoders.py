@@ -65,18 +65,23 @@ _DECODER_LAYER = {
 }
 
 
+def _text(config: Any) -> Any:
+    """The config of the decoder; T5Gemma's encoder is one too, but for its mask."""
+    return getattr(config, "encoder", None) or config.get_text_config()
+
+
 def _key_heads(config: Any) -> int:
-    return config.get_text_config().num_key_value_heads
+    return _text(config).num_key_value_heads
 
 
 def _head_dim(config: Any) -> int:
-    text = config.get_text_config()
+    text = _text(config)
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _group_dim(config: Any) -> int:
     """Of the queries that share a key and a value."""
-    return config.get_text_config().num_attention_heads // _key_heads(config) * _head_dim(config)
+    return _text(config).num_attention_heads // _key_heads(config) * _head_dim(config)
 
 
 def _decoder(path: str, words: str = "embedding") -> TensorParallelPlan:
@@ -93,17 +98,22 @@ TEXT_ENCODER_PLANS = {
     "CLIPTextModelWithProjection": _CLIP,
     "Gemma2Model": _decoder("", _SCALED),
     "Gemma3ForConditionalGeneration": _decoder("model.language_model.", _SCALED),
+    "GemmaModel": _decoder("", _SCALED),
     "GlmModel": _decoder(""),
     "LlamaForCausalLM": _decoder("model."),
     "LlamaModel": _decoder(""),
+    "LlavaForConditionalGeneration": _decoder("model.language_model."),
     "Mistral3ForConditionalGeneration": _decoder("model.language_model."),
+    "Mistral3Model": _decoder("language_model."),
     "Qwen2VLForConditionalGeneration": _decoder("model.language_model."),
     "Qwen2_5_VLForConditionalGeneration": _decoder("model.language_model."),
+    "Qwen2_5_VLTextModel": _decoder(""),
     "Qwen3ForCausalLM": _decoder("model."),
     "Qwen3Model": _decoder(""),
     "Qwen3VLForConditionalGeneration": _decoder("model.language_model."),
     "Qwen3VLModel": _decoder("language_model."),
     "SmolLM3ForCausalLM": _decoder("model."),
     "T5EncoderModel": _T5,
+    "T5GemmaEncoderModel": _decoder("encoder."),
     "UMT5EncoderModel": _T5,
 }
