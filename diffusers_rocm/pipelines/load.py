@@ -94,11 +94,16 @@ def load_pipeline(
     denoisers = {name: cls for name, cls in own.items() if name in DENOISERS}
     quantized = _quantized(quantization_config, entries, denoisers)
     modes = {}
+    # What this rank will load: of the encoders that come later the smallest part that it may get.
+    parted = dict.fromkeys(denoisers, axes.tp.size) | dict.fromkeys(encoders, axes.replica.size)
+    missing = [name for name in (*own, *encoders) if name not in kwargs]
+    beside = {name: _bytes_in(folder / name, variant) // parted.get(name, 1) for name in missing}
     for name, cls in encoders.items():
         if name not in kwargs:
             mode = text_encoders.get(name, "auto")
+            del beside[name]
             kwargs[name], modes[name] = load_text_encoder(
-                cls, folder / name, mode, axes.replica, here, torch_dtype, variant
+                cls, folder / name, mode, axes.replica, here, torch_dtype, variant, sum(beside.values())
             )
             if mode == "auto" and axes.replica.size > 1:
                 logger.info(f"{name} ({cls.__name__}): {modes[name]}")
@@ -150,6 +155,13 @@ def _quantized(
     if others:
         raise ValueError(f"of a parallel pipeline transformers can be quantised, not its {', '.join(others)}")
     return found
+
+
+def _bytes_in(folder: Path, variant: str | None) -> int:
+    """Of the weights of a component."""
+    files = list(folder.glob("*.safetensors"))
+    of_variant = [file for file in files if f".{variant}" in file.name]
+    return sum(file.stat().st_size for file in of_variant or files)
 
 
 def _local(model: str | Path, kwargs: Mapping[str, Any]) -> Path:

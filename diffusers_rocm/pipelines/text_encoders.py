@@ -38,8 +38,12 @@ def load_text_encoder(
     device: torch.device,
     dtype: torch.dtype,
     variant: str | None = None,
+    beside: int = 0,
 ) -> tuple[PreTrainedModel, str]:
     """The text encoder in `folder` as this rank has it, on the CPU, and the mode that `"auto"` became.
+
+    Args:
+        beside: bytes that this rank is yet to load besides it, which its host has to have room for.
 
     Raises:
         ValueError: a mode that there is not, or a class that no plan shards; a checkpoint that cannot be read.
@@ -48,7 +52,7 @@ def load_text_encoder(
     if mode not in TEXT_ENCODER_MODES:
         raise ValueError(f"text_encoders must be one of {', '.join(map(repr, TEXT_ENCODER_MODES))}; got {mode!r}")
     if mode == "auto" and axis.size > 1:
-        mode = _fitting(cls, folder, axis, device, dtype, variant)
+        mode = _fitting(cls, folder, axis, device, dtype, variant, beside)
     if axis.size == 1 or mode == "replicate":
         with fail_together(f"load the {cls.__name__}", axis):
             return load_whole(cls, folder, dtype, variant), "replicate"
@@ -71,7 +75,13 @@ def _refuse_to_save(name: str, mode: str, *args: Any, **kwargs: Any) -> None:
 
 
 def _fitting(
-    cls: type[PreTrainedModel], folder: Path, axis: Axis, device: torch.device, dtype: torch.dtype, variant: str | None
+    cls: type[PreTrainedModel],
+    folder: Path,
+    axis: Axis,
+    device: torch.device,
+    dtype: torch.dtype,
+    variant: str | None,
+    beside: int,
 ) -> str:
     """The mode with the least traffic whose weights fit: the device of a rank, and the hosts, where they wait."""
     with fail_together(f"load the {cls.__name__}", axis):
@@ -85,11 +95,13 @@ def _fitting(
             can_be_cut = True
         except ValueError:
             can_be_cut = False
-    host, own = all_gather_int64(torch.tensor([host, own]), axis).amin(0).tolist()
+    by_rank = all_gather_int64(torch.tensor([host, own, beside]), axis)
+    (host, own, _), beside = by_rank.amin(0).tolist(), by_rank[:, 2].max().item()
     on_this_host = min(int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)), axis.size)
-    if size <= ROOM * own and size * on_this_host <= ROOM * host:
+    room = ROOM * host - beside * on_this_host
+    if size <= ROOM * own and size * on_this_host <= room:
         return "replicate"
-    if can_be_cut and not size <= ROOM * min(own, host):
+    if can_be_cut and not size <= min(ROOM * own, room):
         return "shard"
     return "first-rank"
 

@@ -60,18 +60,23 @@ class TestGenerate(unittest.TestCase):
             "--steps",
             4,
         )
-        for tp in (1, 3):
-            result = run(
-                *common, "--tp", tp, "--out", self.folder / str(tp), "--contact-sheet", self.folder / f"{tp}.png"
-            )
+        for name, mesh in {
+            "1": (),
+            "ring": ("--ring", 2, "--rank-check", "always"),
+            "3": ("--tp", 3),
+        }.items():
+            sheet = self.folder / f"{name}.png"
+            result = run(*common, *mesh, "--out", self.folder / name, "--contact-sheet", sheet)
             assert result.returncode == 0, result.stderr
-            assert "3 picture(s)" in result.stdout and f"contact sheet: {self.folder}/{tp}.png" in result.stdout
+            assert "3 picture(s)" in result.stdout and f"contact sheet: {sheet}" in result.stdout
         # One progress bar a picture, and nothing from the ranks that have none.
         assert "4/4" in result.stderr and "s/it" in result.stderr and "[rank" not in result.stdout + result.stderr
-        single, sharded = pixels(self.folder / "1"), pixels(self.folder / "3")
-        assert len(single) == len(sharded) == 3
-        # A float32 difference of 1e-7 may turn the last bit of a rounded pixel.
-        assert all(np.abs(a.astype(int) - b).max() <= 1 for a, b in zip(single, sharded, strict=True))
+        single = pixels(self.folder / "1")
+        for name in ("3", "ring"):
+            pictures = pixels(self.folder / name)
+            assert len(single) == len(pictures) == 3
+            # A float32 difference of 1e-7 may turn the last bit of a rounded pixel.
+            assert all(np.abs(a.astype(int) - b).max() <= 1 for a, b in zip(single, pictures, strict=True))
         assert np.abs(single[0].astype(int) - single[1]).max() > 50
         assert Image.open(self.folder / "3.png").width > 3 * 128
 

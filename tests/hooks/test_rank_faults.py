@@ -22,7 +22,7 @@ ON_ALL = {
     "degrees": r"different configs: (dp|cfg|ring|tp|ulysses) is -?\d on rank 0 and -?\d on rank 1$",
     "rotate_method": r"different configs: rotate_method is 'p2p' on rank 0 and 'allgather' on rank 1$",
     "rank_check": r"different arguments of parallelize\(\): rank_check is 'first' on rank 0 and 'off' on rank 1$",
-    "generator": r"different generators \(seed 0 on rank 0, none on rank 1\)",
+    "generator": r"different generators \(seed 0 on rank 0, none on rank 1\); give all the same, or none$",
 }
 INPUTS = "different inputs to FluxTransformer2DModel"
 IN_REPLICA = ON_ALL | {

@@ -482,13 +482,15 @@ class TestLoadPipeline(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("all fits", 4, 4, "replicate"),
-            ("not one for each rank on the host", 4, 2, "first-rank"),
-            ("no whole one on a device", 1, 4, "shard"),
+            ("all fits", 4, 4, 0, "replicate"),
+            ("not one for each rank on the host", 4, 2, 0, "first-rank"),
+            ("not beside the rest of the pipeline", 4, 4, 1, "first-rank"),
+            ("no whole one beside it", 4, 4, 1.5, "shard"),
+            ("no whole one on a device", 1, 4, 0, "shard"),
         ]
     )
-    def test_auto_takes_what_fits_with_the_least_traffic(self, _, device, host, wanted):
-        """Two ranks of one host, whose memory is so many times the encoder's."""
+    def test_auto_takes_what_fits_with_the_least_traffic(self, _, device, host, beside, wanted):
+        """Two ranks of one host, whose memory is so many times the encoder's, as is what each has to load besides."""
         size = 4 * sum(x.numel() for x in tiny("T5EncoderModel").parameters())
         memory = mock.Mock(virtual_memory=lambda: mock.Mock(available=host * size))
         module = mock.Mock(mem_get_info=lambda _: (0, device * size))
@@ -502,7 +504,9 @@ class TestLoadPipeline(unittest.TestCase):
             tiny("T5EncoderModel").save_pretrained(folder)
             axis = replace(Axis.single("replica"), size=2)
             cuda = torch.device("cuda")
-            found = text_encoders._fitting(transformers.T5EncoderModel, Path(folder), axis, cuda, torch.float32, None)
+            found = text_encoders._fitting(
+                transformers.T5EncoderModel, Path(folder), axis, cuda, torch.float32, None, int(beside * size)
+            )
         assert found == wanted
 
 
