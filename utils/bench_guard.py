@@ -22,8 +22,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
 import diffusers_rocm
 from diffusers_rocm.hooks import rank_guard
-from diffusers_rocm.hooks.rank_guard import RANK_CHECKS, GuardedScheduler
+from diffusers_rocm.hooks.rank_guard import GuardedScheduler
 from diffusers_rocm.pipelines import guard_ranks
+from diffusers_rocm.pipelines.choices import CHOICES
 
 
 class Stopwatch:
@@ -91,11 +92,11 @@ def main() -> None:
     pipe.transformer.enable_parallelism(config=config)
     if args.compile:
         pipe.transformer.compile_repeated_blocks(fullgraph=True)
-    times: dict[str, list[float]] = {check: [] for check in RANK_CHECKS}
-    guards: dict[str, list[float]] = {check: [] for check in RANK_CHECKS}
+    times: dict[str, list[float]] = {check: [] for check in CHOICES["rank_check"]}
+    guards: dict[str, list[float]] = {check: [] for check in CHOICES["rank_check"]}
     parts = [(rank_guard, "agree"), (GuardedScheduler, "end_step")]
     for turn in range(args.repeats + 1):
-        for check in RANK_CHECKS:
+        for check in CHOICES["rank_check"]:
             hooks = guard_ranks(pipe, [pipe.transformer], check)
             taken = call()
             watch = Stopwatch(device)
@@ -113,7 +114,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         rows = [
             {"rank_check": check, "ms": statistics.median(times[check]), "guard_ms": statistics.median(guards[check])}
-            for check in RANK_CHECKS
+            for check in CHOICES["rank_check"]
         ]
         for row in rows:
             row["share"], least = row["guard_ms"] / row["ms"], min(times[row["rank_check"]])

@@ -15,13 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..distributed import default_device_type
 from ..distributed.launching import check_port, end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
-from ..hooks.rank_guard import RANK_CHECKS
+from ..pipelines.choices import CHOICES
 from ..pipelines.generation import GenerationRequest, call_arguments, generate
-from ..pipelines.load import OFFLOADS
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS, check_quantization
-from ..pipelines.text_encoders import TEXT_ENCODER_MODES
-from ..pipelines.vae import VAE_MODES
 
 
 # What the embedded model was trained for; FluxPipeline's own defaults are those of FLUX.1.
@@ -63,25 +60,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
     parser.add_argument(
-        "--rank-check", default="first", choices=RANK_CHECKS, help="in which steps to compare the ranks' inputs"
+        "--rank-check",
+        default="first",
+        choices=CHOICES["rank_check"],
+        help="in which steps to compare the ranks' inputs",
     )
     parser.add_argument(
         "--text-encoders",
         default="auto",
-        choices=TEXT_ENCODER_MODES,
+        choices=CHOICES["text_encoders"],
         help="how the ranks that share a picture hold them: each a part, the first all, each all, or what fits",
     )
     parser.add_argument(
         "--offload",
         default="auto",
-        choices=OFFLOADS,
+        choices=CHOICES["offload"],
         help="what waits in the host's memory: models, layers, or (auto) models if they would take half of the GPU's",
     )
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="torchao's, of the denoiser's weights")
     parser.add_argument(
         "--vae",
         default="first-rank",
-        choices=VAE_MODES,
+        choices=CHOICES["vae"],
         help="which of the ranks that share a picture decode it: each all of it, the first, or each some of its tiles",
     )
     parser.add_argument("--vae-tiling", action="store_true", help="the VAE takes a picture in tiles")
@@ -126,7 +126,7 @@ def check_lora(lora: str) -> None:
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--lora needs PEFT: pip install peft")
     hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", lora) is not None
-    if not Path(lora).exists() and not hub_id:
+    if not Path(lora).exists() and (not hub_id or lora.endswith(".safetensors")):
         raise ValueError(f"--lora {lora}: no such file or folder, and not the id of a repository on the Hub")
 
 

@@ -24,8 +24,6 @@ from .stand_in import stands_in_for
 # Ranks tell each other after the first step, and then every so many, whether their latents were finite.
 STEPS_BETWEEN_LOOKS = 4
 
-RANK_CHECKS = ("first", "always", "off")
-
 
 class InRun(Protocol):
     """What a scheduler tells of a run."""

@@ -37,7 +37,7 @@ from ..hooks.weight_agreement import first_difference
 from ..loaders.load import shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
-from ..loaders.stored_tensor import stored_tensors
+from ..loaders.stored_tensor import some, stored_tensors
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
 from .plans import get_context_parallel_plan, get_tensor_parallel_plan
@@ -261,7 +261,7 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
                 "diffusers quantises nothing that it reads from a single file: quantise the parallel model, or "
                 "save it by save_pretrained and load that"
             )
-        if axes.tp.size > 1 and original.__name__ == "from_pretrained":
+        if original.__name__ == "from_pretrained":
             kwargs.setdefault("use_safetensors", True)
         with fail_together(f"load a {cls.__name__}", axes.world), sharded_loading(axes.tp):
             try:
@@ -270,7 +270,10 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
                 for file in sorted(Path(str(args[0] if args else "")).rglob("*.safetensors")):
                     stored_tensors(file)
                 raise
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+            missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+            if missing:
+                raise ValueError(f"the checkpoint of this {cls.__name__} lacks {some(missing)}")
         model.enable_parallelism(config=ours)
         return loaded
 

@@ -6,9 +6,10 @@ from torch import nn
 from ..distributed.agreement import agree
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
-from ..hooks.rank_guard import RANK_CHECKS, GuardedScheduler, InputGuard
+from ..hooks.rank_guard import GuardedScheduler, InputGuard
 from ..models._modeling_parallel import OurConfig
 from ..models.modeling_utils import Removable
+from .choices import check_choices
 from .denoisers import denoisers_of
 from .parallel_call import ParallelCall
 from .vae import check_vae, share_vae
@@ -35,8 +36,7 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
         ValueError: a pipeline whose denoiser is a UNet, or has no plan, or whose VAE cannot be had so; ranks with
             different models, configs or other arguments. Nothing is parallel then.
     """
-    if rank_check not in RANK_CHECKS:
-        raise ValueError(f"rank_check must be one of {', '.join(map(repr, RANK_CHECKS))}; got {rank_check!r}")
+    check_choices(rank_check=rank_check, vae=vae)
     check_vae(pipe, vae)
     denoisers = denoisers_of(pipe)
     if not denoisers:

@@ -1,6 +1,7 @@
 """A whole pipeline from its folder, no rank holding more than it has to at any time."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,10 @@ from ..loaders.whole import load_whole, variant_in
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
+from .choices import check_choices
 from .denoisers import DENOISERS
 from .text_encoders import load_text_encoder
 
-
-OFFLOADS = ("auto", "none", "model", "group")
 
 logger = logging.get_logger(__name__)
 
@@ -74,8 +74,7 @@ def load_pipeline(
     axes = parallel_config.axes()
     choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
     agree("arguments of load_pipeline()", choices | {"dtype": torch_dtype, "variant": variant}, axes.world)
-    if offload not in OFFLOADS:
-        raise ValueError(f"offload must be one of {', '.join(OFFLOADS)}; got {offload!r}")
+    check_choices(vae=vae, rank_check=rank_check, offload=offload)
     with fail_together("find the pipeline", axes.world):
         folder = _local(model, kwargs)
     index = json.loads((folder / "model_index.json").read_text())
@@ -87,6 +86,8 @@ def load_pipeline(
     }
     if isinstance(text_encoders, str):
         text_encoders = dict.fromkeys(encoders, text_encoders)
+    for mode in text_encoders.values():
+        check_choices(text_encoders=mode)
     unknown = [name for name in text_encoders if name not in encoders]
     if unknown:
         raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
@@ -168,6 +169,8 @@ def _local(model: str | Path, kwargs: Mapping[str, Any]) -> Path:
     """The folder of a pipeline, fetched from the Hub if it is not here."""
     folder = Path(model)
     if not folder.exists():
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(model)) is None:
+            raise ValueError(f"{model}: there is no such folder, and it is no id on the Hub")
         given = {name: kwargs[name] for name in ("cache_dir", "revision", "token", "variant") if name in kwargs}
         folder = Path(DiffusionPipeline.download(str(model), use_safetensors=True, **given))
     if not (folder / "model_index.json").is_file():

@@ -21,10 +21,9 @@ from ..loaders.text_encoder import (
     placements_of,
 )
 from ..loaders.whole import load_whole
+from .choices import check_choices
 from .first_rank import answer_of_first_rank
 
-
-TEXT_ENCODER_MODES = ("auto", "shard", "first-rank", "replicate")
 
 # Of the memory that there is, weights may take this much: the rest is for what is computed, and for others.
 ROOM = 0.8
@@ -49,8 +48,7 @@ def load_text_encoder(
         ValueError: a mode that there is not, or a class that no plan shards; a checkpoint that cannot be read.
         RuntimeError: another rank failed.
     """
-    if mode not in TEXT_ENCODER_MODES:
-        raise ValueError(f"text_encoders must be one of {', '.join(map(repr, TEXT_ENCODER_MODES))}; got {mode!r}")
+    check_choices(text_encoders=mode)
     if mode == "auto" and axis.size > 1:
         mode = _fitting(cls, folder, axis, device, dtype, variant, beside)
     if axis.size == 1 or mode == "replicate":

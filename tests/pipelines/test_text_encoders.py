@@ -262,9 +262,9 @@ def damage(folder: Path, component: str, how: str) -> str:
     return name
 
 
-def damaged_worker(folder: str, text_encoders: str) -> str:
+def damaged_worker(folder: str, text_encoders: str, degrees: dict[str, int]) -> str:
     with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
-        load_pipeline(folder, ParallelConfig(tp=2), text_encoders=text_encoders)
+        load_pipeline(folder, ParallelConfig(**degrees), text_encoders=text_encoders)
     return str(caught.value)
 
 
@@ -431,24 +431,25 @@ class TestLoadPipeline(unittest.TestCase):
 
     @parameterized.expand(
         [
-            (component, mode, how)
-            for component, mode in (
-                ("text_encoder_2", "shard"),
-                ("text_encoder_2", "first-rank"),
-                ("text_encoder", "replicate"),
-                ("vae", "replicate"),
-                ("transformer", "replicate"),
+            (component, mode, how, degrees)
+            for component, mode, degrees in (
+                ("text_encoder_2", "shard", {"tp": 2}),
+                ("text_encoder_2", "first-rank", {"tp": 2}),
+                ("text_encoder", "replicate", {"tp": 2}),
+                ("vae", "replicate", {"tp": 2}),
+                ("transformer", "replicate", {"tp": 2}),
+                ("transformer", "replicate", {"ulysses": 2}),
             )
             for how in ("missing", "shape", "cut off", "pickle")
         ]
     )
-    def test_damaged_files(self, component, mode, how):
+    def test_damaged_files(self, component, mode, how, degrees):
         """Named on every rank, whatever reads them."""
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent, "model")
             shutil.copytree(EMBEDDED_MODEL, folder)
             name = damage(folder, component, how)
-            for message in run_ranks(2, damaged_worker, str(folder), mode):
+            for message in run_ranks(2, damaged_worker, str(folder), mode, degrees):
                 assert name in message and (how != "cut off" or "safetensors" in message), message
 
     def test_adapters(self):
@@ -476,7 +477,7 @@ class TestLoadPipeline(unittest.TestCase):
             assert "has no model_index.json" in result["no folder"]
             assert "no plan shards the text encoder BertModel" in result["class"]
             assert "vae must be one of" in result["vae"]
-            assert "offload must be one of auto, none, model, group; got 'all'" in result["offload"]
+            assert "offload must be one of 'auto', 'none', 'model', 'group'; got 'all'" in result["offload"]
             assert "transformers can be quantised, not its text_encoder" in result["quantized"]
             assert "SelfAttention.q.weight is [48, 39] in the checkpoint, and [48, 40]" in result["shape"]
 
