@@ -3,9 +3,11 @@
 import functools
 import unittest
 
+import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, HiDreamImagePipeline, StableDiffusion3PAGPipeline, WanPipeline
+from packaging.version import Version
 from parameterized import parameterized
 
 from diffusers_rocm import CFGParallelConfig, ParallelConfig, parallelize
@@ -263,6 +265,7 @@ OF_ONE_ROW = ("Cosmos3", "SanaWM", "WanAnimate2")
 
 
 class TestCFGParallel(unittest.TestCase):
+    @unittest.skipIf(Version(diffusers.__version__) < Version("0.42"), "the tiny models are made for the newest")
     def test_every_model_by_rows(self):
         """A length, a layer or a coordinate must not be taken for a row, nor the other way round."""
         names = [name for name in variants() if not name.startswith(OF_ONE_ROW) and "ControlNet" not in name]

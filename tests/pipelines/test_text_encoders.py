@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from diffusers import DiffusionPipeline, FluxTransformer2DModel, PipelineQuantizationConfig
+from packaging.version import Version
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -452,6 +454,9 @@ class TestLoadPipeline(unittest.TestCase):
             for message in run_ranks(2, damaged_worker, str(folder), mode, degrees):
                 assert name in message and (how != "cut off" or "safetensors" in message), message
 
+    @unittest.skipIf(
+        Version(diffusers.__version__) < Version("0.42"), "older diffusers find no layers in CLIP of transformers 5"
+    )
     def test_adapters(self):
         for results in run_ranks(2, adapters_worker):
             assert results.pop("replicate") <= FLOAT32_BAR, results

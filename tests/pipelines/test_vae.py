@@ -274,7 +274,6 @@ class TestErrors(unittest.TestCase):
         replaced = TINY_VAES["kl"].build()
         replaced.decode = replaced.decode
         cases = [
-            (vae, "tiles", "one of 'replicate', 'first-rank', 'tile'; got 'tiles'"),
             (None, "first-rank", "has no VAE"),
             (AutoencoderTiny(), "tile", "does not know the tiles of AutoencoderTiny"),
             (noisy.build(), "tile", "AutoencoderKLLTXVideo draws noise (decoder_inject_noise)"),
