@@ -389,8 +389,22 @@ def waiting_worker(offload: str, quantized: bool) -> dict:
     return {"error": error, "devices": sorted({part.device.type for part in held})}
 
 
+@torch.no_grad()
+def own_device_worker() -> tuple[float, str]:
+    """diffusers' own call, without an argument."""
+    wanted = pictures(load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="none"))
+    pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
+    parallelize(pipe, ParallelConfig(tp=2))
+    pipe.enable_model_cpu_offload()
+    return relative_l2(pictures(pipe), wanted), str(pipe._execution_device)
+
+
 @require_torch_multi_accelerator
 class TestLoadPipelineAccelerator(unittest.TestCase):
+    def test_models_wait_for_the_ranks_own_device(self):
+        for rank, (error, device) in enumerate(run_ranks(2, own_device_worker, device="cuda")):
+            assert error <= FLOAT32_BAR and device == f"cuda:{rank}", (error, device)
+
     @parameterized.expand(itertools.product(("none", "model", "group", "auto"), (False, True)))
     def test_offload(self, offload, quantized):
         for result in run_ranks(2, waiting_worker, offload, quantized, device="cuda"):
