@@ -122,6 +122,9 @@ class Kernel:
             out [B, Sq, H, D] in `q`'s dtype, and lse [B, Sq, H] in float32 (float64 for float64), None if the backend
             gives none. Where every key of a row is masked out is 0 and lse -inf.
         """
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if mask is not None and torch.compiler.is_compiling() and self.name in KERNELS and not needs_grad:
+            return _masked_op(q, k, v, mask, scale, is_causal, self.name)
         if self.contiguous_on and _platform_name(q.device.type) in self.contiguous_on:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = self.run(q, k, v, mask, scale, is_causal)
@@ -321,6 +324,24 @@ KERNEL_OF_BACKEND = {
     "aiter": "aiter",
     "aiter_fa2_hub": "aiter",
 }
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None, is_causal: bool, name: str
+) -> tuple[Tensor, Tensor]:
+    """A kernel with a mask, as one operation for the compiler, which would write the mask out for every query."""
+    out, lse = KERNELS[name](q, k, v, mask, scale, is_causal)
+    return out.contiguous(), lse.contiguous()
+
+
+_masked_op = torch.library.custom_op("diffusers_rocm::masked_attention", _masked, mutates_args=())
+
+
+@_masked_op.register_fake
+def _(q, k, v, *args):
+    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 def preference(platform: Platform) -> tuple[str, ...]:

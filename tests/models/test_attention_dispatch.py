@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from parameterized import parameterized
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
 
 from diffusers_rocm.models import attention_dispatch
 from diffusers_rocm.models.attention_dispatch import (
@@ -22,6 +24,7 @@ from diffusers_rocm.models.attention_dispatch import (
 )
 
 from ..testing_utils import relative_l2
+from .testing_utils.common import randn
 
 
 CUDA = torch.cuda.is_available()
@@ -114,6 +117,30 @@ class TestKernels(unittest.TestCase):
             grads.append(torch.autograd.grad((out * torch.arange(16)).sum(), (q, k, v)))
         for ours, theirs in zip(*grads, strict=True):
             assert relative_l2(ours, theirs) <= 1e-10
+
+
+class TestCompiledMasks(unittest.TestCase):
+    @parameterized.expand([("flash_cpu",), ("math",)])
+    @torch.no_grad()
+    def test_no_mask_for_every_query(self, name):
+        """What a compiler would write out, for 119,000 tokens 26 GiB, must not be in its graph."""
+        q, k, v = (randn(2, 96, 3, 8, seed=seed) for seed in range(3))
+        mask, sizes = torch.arange(96)[None, None, None] < 17, []
+
+        def inspected(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+            values = (node.meta.get("val") for node in graph.graph.nodes)
+            sizes.extend(x.numel() for each in values for x in tree_leaves(each) if isinstance(x, torch.Tensor))
+            return graph
+
+        def attend(q, k, v, mask):
+            out, lse = KERNELS[name](q, k, v, mask, None)
+            return out * 2, lse
+
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=inspected))
+        for found, wanted in zip(compiled(q, k, v, mask), attend(q, k, v, mask), strict=True):
+            torch.testing.assert_close(found, wanted)
+        assert sizes and max(sizes) <= q.numel(), sizes  # and not 96 * 96
 
 
 class TestNormalise(unittest.TestCase):
