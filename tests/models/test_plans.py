@@ -169,6 +169,15 @@ class TestPlans(unittest.TestCase):
             missing = named - given[path] - _refused(how)
             assert not missing, f"{path or name}: parity was never tried with {missing}"
 
+    @parameterized.expand(sorted(VARIANTS.keys() & TENSOR_PARALLEL_PLANS.keys()))
+    def test_little_is_whole_on_every_rank(self, name):
+        """Of the model of real size: a reason for what is not cut is not enough."""
+        with torch.device("meta"):
+            model = VARIANTS[name][0].model_class(**VARIANTS[name][0].real_init_dict)
+        report = diffusers_rocm.verify_plan(model, 4)
+        assert report.replicated_bytes <= 0.05 * report.full_bytes, report.replicated_bytes / report.full_bytes
+        assert max(report.rank_bytes) <= 0.3 * report.full_bytes, report.rank_bytes
+
     @parameterized.expand(sorted(SPLIT))
     @unittest.skipIf(Version(diffusers.__version__) < Version("0.42"), "tiny models are made for the newest diffusers")
     def test_attention_that_a_context_plan_names_is_there(self, name):
