@@ -197,7 +197,7 @@ class GuidanceParallel(AroundCall):
         try:
             with guidance_shared(self._axis, by_rows=True):
                 leaves, structure = tree_flatten(call(*args, **kwargs), is_samples)
-        except torch.OutOfMemoryError:
+        except (ValueError, torch.OutOfMemoryError):  # which say what is wrong
             raise
         except Exception as error:
             raise self._unshared(f"fails on a part of its rows ({error})") from error
