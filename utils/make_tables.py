@@ -20,12 +20,12 @@ def read(name: str) -> dict:
     return json.loads((RUNS / f"{name}.json").read_text())
 
 
-def source(run: dict, name: str) -> str:
-    versions = run["versions"]
+def source(command: str, versions: dict[str, str], files: str) -> str:
+    """What was run on GPUs, on which and with which versions, and where its figures are."""
     ranks = versions["device"].split()[0]
     return (
-        f"`torchrun --nproc_per_node={ranks} {run['command']}`; {versions['device']}, torch {versions['torch']}, "
-        f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{name}.json`)."
+        f"`torchrun --nproc_per_node={ranks} {command}`; {versions['device']}, torch {versions['torch']}, "
+        f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."
     )
 
 
@@ -40,7 +40,7 @@ def modes_table(name: str, modes: tuple[str, ...] = ()) -> str:
             continue
         line = f"| `{row['mode']}` | {row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak_gib']):.2f} |"
         lines.append(line + (f" {row['error']:.2e} |" if has_error else ""))
-    return "\n".join([*lines, "", source(run, name)])
+    return "\n".join([*lines, "", source(run["command"], run["versions"], name)])
 
 
 def collectives() -> str:
@@ -56,11 +56,7 @@ def hops() -> str:
     for name in ("hop, as an all-to-all", "hop, isend and irecv"):
         of_host = f"{nvlink['host_microseconds'][name]:.0f}, {slow['host_microseconds'][name]:.0f}"
         lines.append(f"| {name} | {nvlink['microseconds'][name]:.0f} | {slow['microseconds'][name]:.0f} | {of_host} |")
-    versions = nvlink["versions"]
-    ran = (
-        f"`torchrun --nproc_per_node=2 utils/bench_collectives.py`; {versions['device']}, torch {versions['torch']}, "
-        f"NCCL {versions['nccl']} (`docs/benchmarks/collectives_2xh200*.json`)."
-    )
+    ran = source("utils/bench_collectives.py", nvlink["versions"], "collectives_2xh200*")
     return "\n".join([*lines, "", ran])
 
 
@@ -124,11 +120,7 @@ def guard() -> str:
         comparing = row["guard_ms"] - sharing
         cells = f"{row['ms']:.1f} | {row['guard_ms']:.2f} | {comparing:.2f} ({comparing / row['ms']:.2%})"
         lines.append(f'| `"{row["rank_check"]}"` | {cells} |')
-    versions = run["versions"]
-    ran = (
-        f"`torchrun --nproc_per_node=2 utils/bench_guard.py --tp 2 --compile --repeats 2`; {versions['device']}, "
-        f"torch {versions['torch']}, diffusers {versions['diffusers']} (`docs/benchmarks/guard_2xh200.json`)."
-    )
+    ran = source("utils/bench_guard.py --tp 2 --compile --repeats 2", run["versions"], "guard_2xh200")
     return "\n".join([*lines, "", ran])
 
 
