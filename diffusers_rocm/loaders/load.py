@@ -139,6 +139,13 @@ def shard_additions(model: nn.Module) -> None:
         shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
 
 
+def _stays_plain(quantizer: Any, whole: Sequence[int]) -> bool:
+    """May torchao leave such a weight as it is, in one process too: of no whole number of groups, or of no rule?"""
+    kind = quantizer.quantization_config.quant_type
+    group = getattr(kind, "group_size", None) or 1
+    return whole[-1] % group != 0 or type(kind).__name__ == "FqnToConfig"
+
+
 def _not_quantized(key: str, own: Sequence[int], whole: Sequence[int], why: str = "") -> str:
     return (
         f"torchao cannot quantise this rank's {[*own]} of {key}, {[*whole]} in all{why}: another group size or tp may "
@@ -195,17 +202,11 @@ def fill(
         if quantizer is not None and quantizer.check_if_quantized_param(model, tensor, key, {}):
             try:
                 quantizer.create_quantized_param(model, tensor, key, device, {}, [])
+            except torch.OutOfMemoryError:
+                raise
             except (AssertionError, ValueError, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
                 raise ValueError(_not_quantized(key, was.shape, shape, f" ({error})")) from error
-            of_kind, kept_plain = (
-                quantizer.quantization_config.quant_type,
-                type(getattr(module, attribute).data) is Tensor,
-            )
-            # torchao leaves plain what has no whole number of groups; so it would, of one process.
-            group = getattr(of_kind, "group_size", None) or 1
-            if kept_plain and shape[-1] % group == 0 and type(of_kind).__name__ != "FqnToConfig":
+            if type(getattr(module, attribute).data) is Tensor and not _stays_plain(quantizer, shape):
                 raise ValueError(_not_quantized(key, was.shape, shape))
             continue
         if isinstance(was, nn.Parameter):

@@ -122,8 +122,8 @@ class Kernel:
             out [B, Sq, H, D] in `q`'s dtype, and lse [B, Sq, H] in float32 (float64 for float64), None if the backend
             gives none. Where every key of a row is masked out is 0 and lse -inf.
         """
-        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if mask is not None and torch.compiler.is_compiling() and self.name in KERNELS and not needs_grad:
+        compiled = mask is not None and torch.compiler.is_compiling() and self.name in KERNELS
+        if compiled and not needs_grad(q, k, v):
             return _masked_op(q, k, v, mask, scale, is_causal, self.name)
         if self.contiguous_on and _platform_name(q.device.type) in self.contiguous_on:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -131,6 +131,10 @@ class Kernel:
         if lse is None:
             return out, None
         return normalise(out, lse, mask, self.heads_first)
+
+
+def needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def normalise(out: Tensor, lse: Tensor, mask: Tensor | None, heads_first: bool) -> tuple[Tensor, Tensor]:
@@ -339,9 +343,8 @@ _masked_op = torch.library.custom_op("diffusers_rocm::masked_attention", _masked
 
 @_masked_op.register_fake
 def _(q, k, v, *args):
-    return q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(
-        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
-    )
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty((*q.shape[:3], v.shape[-1])), lse
 
 
 def preference(platform: Platform) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from ..distributed.collectives import (
     send_to_all,
 )
 from ..distributed.sharding import Block
-from .attention_dispatch import KERNELS, Kernel
+from .attention_dispatch import KERNELS, Kernel, needs_grad
 from .attention_merge import merge
 
 
@@ -229,9 +229,8 @@ def _attention_over_ring(
     rows = max(lengths) * q.shape[0] * q.shape[2] // k.shape[2]  # of each key head
     wanted = CPU_GROUP_ROWS if q.device.type == "cpu" else GPU_GROUP_ROWS
     groups = -(-k.shape[2] // -(-wanted // rows))
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
-    if needs_grad or groups == 1 or whole_only:
+    if needs_grad(q, k, v) or groups == 1 or whole_only:
         # Views of one gathered message; its gradients are summed.
         message = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, ring, 0), ring)
         out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)
@@ -257,7 +256,7 @@ def attention_of_whole_queries(
 
     Args: q [B, S, H, D]; k, v [B, Sk, Hk, D], this rank's. Returns [B, S, H, D].
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if needs_grad(q, k, v):
         message = copy_to_axis(gather_from_axis(_tokens_first(k, v), layout.lengths(), cp, 0), cp)
         out, _ = choose(q, None, False)(q, *_keys_of(message, q.shape[2]), None, scale)
         return out
