@@ -1,6 +1,5 @@
 """A text encoder of transformers whose weights are cut over ranks, each of which reads its part alone."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,25 +14,7 @@ from ..hooks.tensor_parallel import Placement, resolve, shard_modules
 from ..models.plans.text_encoders import TEXT_ENCODER_PLANS
 from .load import fill
 from .stored_tensor import checkpoint_entries, stored_tensors
-from .whole import load_whole
-
-
-def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a model of transformers.
-
-    Raises:
-        ValueError: there are none.
-    """
-    of_variant = f".{variant}" if variant else ""
-    index, single = folder / f"model.safetensors.index{of_variant}.json", folder / f"model{of_variant}.safetensors"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [folder / name for name in dict.fromkeys(names)]
-    if single.is_file():
-        return [single]
-    if variant is not None:  # not every component of a pipeline has it
-        return checkpoint_files(folder)
-    raise ValueError(f"{folder} has no {single.name}; weights of other formats are not read")
+from .whole import checkpoint_files, load_whole
 
 
 def shard_text_encoder(model: PreTrainedModel, tp: Axis) -> None:

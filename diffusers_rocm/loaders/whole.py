@@ -1,5 +1,6 @@
 """Whole models, of diffusers or transformers, of whose checkpoints no tensor may be missing."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,16 +11,33 @@ from ..registration import DTYPE_ARGUMENT
 from .stored_tensor import some, stored_tensors
 
 
+def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
+    """The safetensors files of a model of diffusers or transformers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    of_variant = f".{variant}" if variant else ""
+    for stem in ("diffusion_pytorch_model", "model"):
+        index = folder / f"{stem}.safetensors.index{of_variant}.json"
+        single = folder / f"{stem}{of_variant}.safetensors"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"].values()
+            return [folder / name for name in dict.fromkeys(names)]
+        if single.is_file():
+            return [single]
+    if variant is not None:  # not every component of a pipeline has it
+        return checkpoint_files(folder)
+    raise ValueError(f"{folder} has no {single.name}; weights of other formats are not read")
+
+
 def load_whole(cls: type[nn.Module], folder: Path, dtype: torch.dtype, variant: str | None = None) -> nn.Module:
     """The model in `folder`, on the CPU; of the variant, where that component of a pipeline has it.
 
     Raises:
         ValueError: no safetensors, a file that was cut off, a tensor that is missing or has another shape.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no safetensors; weights of other formats are not read")
-    for file in files:
+    for file in checkpoint_files(folder, variant):
         stored_tensors(file)  # says what a file that was cut off lacks
     dtype_argument = DTYPE_ARGUMENT if issubclass(cls, ModelMixin) else "dtype"
     model, found = cls.from_pretrained(

@@ -17,7 +17,7 @@ from ..distributed import init
 from ..distributed.agreement import agree, fail_together
 from ..distributed.quantized import parts
 from ..loaders.load import sharded_loading
-from ..loaders.whole import load_whole, variant_in
+from ..loaders.whole import checkpoint_files, load_whole, variant_in
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
@@ -91,14 +91,22 @@ def load_pipeline(
     unknown = [name for name in text_encoders if name not in encoders]
     if unknown:
         raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
-    own = {name: cls for name, (library, cls) in entries.items() if library == "diffusers"}
-    denoisers = {name: cls for name, cls in own.items() if name in DENOISERS}
+    models = {
+        name: cls
+        for name, (library, cls) in entries.items()
+        if library == "diffusers" and issubclass(getattr(diffusers, cls), ModelMixin)
+    }
+    denoisers = {name: cls for name, cls in models.items() if name in DENOISERS}
     quantized = _quantized(quantization_config, entries, denoisers)
     modes = {}
     # What this rank will load: of the encoders that come later the smallest part that it may get.
     parted = dict.fromkeys(denoisers, axes.tp.size) | dict.fromkeys(encoders, axes.replica.size)
-    missing = [name for name in (*own, *encoders) if name not in kwargs]
-    beside = {name: _bytes_in(folder / name, variant) // parted.get(name, 1) for name in missing}
+    with fail_together("find the weights", axes.world):
+        beside = {
+            name: sum(file.stat().st_size for file in checkpoint_files(folder / name, variant)) // parted.get(name, 1)
+            for name in (*models, *encoders)
+            if name not in kwargs
+        }
     for name, cls in encoders.items():
         if name not in kwargs:
             mode = text_encoders.get(name, "auto")
@@ -117,8 +125,8 @@ def load_pipeline(
                 kwargs[name] = getattr(diffusers, cls).from_pretrained(
                     folder, subfolder=name, variant=variant_in(folder / name, variant), use_safetensors=True, **how
                 )
-    for name, cls in own.items():
-        if name not in kwargs and issubclass(getattr(diffusers, cls), ModelMixin):
+    for name, cls in models.items():
+        if name not in kwargs:
             with fail_together(f"load the {cls}", axes.world):
                 kwargs[name] = load_whole(getattr(diffusers, cls), folder / name, torch_dtype, variant)
     with fail_together("load the rest of the pipeline", axes.world):
@@ -156,13 +164,6 @@ def _quantized(
     if others:
         raise ValueError(f"of a parallel pipeline transformers can be quantised, not its {', '.join(others)}")
     return found
-
-
-def _bytes_in(folder: Path, variant: str | None) -> int:
-    """Of the weights of a component."""
-    files = list(folder.glob("*.safetensors"))
-    of_variant = [file for file in files if f".{variant}" in file.name]
-    return sum(file.stat().st_size for file in of_variant or files)
 
 
 def _local(model: str | Path, kwargs: Mapping[str, Any]) -> Path:

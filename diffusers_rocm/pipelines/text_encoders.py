@@ -15,12 +15,11 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..hooks.around_call import AroundCall
 from ..loaders.text_encoder import (
-    checkpoint_files,
     empty_text_encoder,
     load_sharded_text_encoder,
     placements_of,
 )
-from ..loaders.whole import load_whole
+from ..loaders.whole import checkpoint_files, load_whole
 from .choices import check_choices
 from .first_rank import answer_of_first_rank
 
