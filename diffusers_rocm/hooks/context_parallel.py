@@ -157,8 +157,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
         for _, layer in layers:
             hooks += [layer.register_forward_pre_hook(_says(split, "queries_are_whole", True))]
             hooks += [layer.register_forward_hook(_says(split, "queries_are_whole", False))]
-    share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
-    hooks.append(model.register_forward_hook(_map_outputs(lambda index, value: share(value))))
+    hooks.append(model.register_forward_hook(_end(split)))
     processors = {id(module.processor): module.processor for _, module in parallel}
     # `set_attn_processor(one)` gives it to all modules, those that are left alone as well.
     left_alone = [module for _, _, found in match(model, dict.fromkeys(plan.whole)) for _, module in found]
@@ -171,7 +170,7 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
     """Every rank's gradients are its tokens' share: those of the inputs are summed here."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        split.lengths, split.leading = {}, 0
+        split.lengths, split.leading, split.gathered = {}, 0, False
         split.keys_are_whole, split.queries_are_whole, split.key_mask = False, False, None
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -179,6 +178,22 @@ def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:
         return tuple(shared(value) for value in args), {key: shared(value) for key, value in kwargs.items()}
 
     return model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _end(split: SequenceSplit) -> Callable:
+    """The answer is of all ranks' tokens, and its gradients are shared by them."""
+    share = functools.partial(_map_tensors, function=functools.partial(share_gradient, axis=split.cp))
+    shared = _map_outputs(lambda index, value: share(value))
+
+    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+        if split.plan.main in split.lengths and not split.gathered:
+            raise ValueError(
+                f"the context-parallel plan of {split.name} gathers {split.plan.main} nowhere, and every rank would "
+                "answer with its own tokens: add a gather() for the module that makes the output"
+            )
+        return shared(module, args, output)
+
+    return hook
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -29,6 +29,7 @@ class SequenceSplit:
         self.cp, self.ring, self.ulysses, self.model = axes.context, axes.ring, axes.ulysses, axes.model
         self.lengths: dict[str, int] = {}  # of each stream, in this forward
         self.leading = 0  # tokens before those of the main stream, which every rank has, in this forward
+        self.gathered = False  # the main stream, in this forward
         self.reached = False  # by the attention module that runs
         self.window: int | None = None  # of that module
         self.keys_are_whole = False  # those of the attention that comes next
@@ -96,6 +97,7 @@ class SequenceSplit:
     def gather(self, x: Tensor, how: ContextParallelOutput, what: str) -> Tensor:
         """`x` of all ranks, along `how.gather_dim`."""
         stream = getattr(how, "stream", None) or self.plan.main
+        self.gathered |= stream == self.plan.main
         length = self.lengths.get(stream)
         sizes = self.layout_of(length).lengths() if length is not None else ()
         if sizes and getattr(how, "after_whole", False):

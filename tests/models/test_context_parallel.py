@@ -1,5 +1,6 @@
 """What context parallelism says of configs, plans and models that it cannot serve; models that go their own way."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from diffusers import (
     PyramidAttentionBroadcastConfig,
     SanaTransformer2DModel,
 )
+from diffusers.models._modeling_parallel import ContextParallelOutput
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
@@ -31,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.hooks.sequence_split import SequenceSplit
 from diffusers_rocm.models.attention_dispatch import wrap_backend
+from diffusers_rocm.models.plans import CONTEXT_PARALLEL_PLANS
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 
 from ..testing_utils import message_of, relative_l2, run_ranks, slow
@@ -123,6 +126,14 @@ def errors_worker() -> dict[str, str]:
     messages["short"] = message_of(model, **{**inputs, "encoder_hidden_states": randn(1, 2, 32, seed=2)})
     messages["dims"] = message_of(model, **{**inputs, "txt_ids": inputs["txt_ids"][None]})
     messages["after errors"] = str(relative_l2(config.get_output(model, inputs), want) <= FLOAT32_BAR)
+
+    model.disable_parallelism()
+    whole = CONTEXT_PARALLEL_PLANS["FluxTransformer2DModel"]
+    rules = {path: how for path, how in whole.modules.items() if not isinstance(how, ContextParallelOutput)}
+    model.enable_parallelism(
+        config=ContextParallelConfig(mesh=mesh), cp_plan=dataclasses.replace(whole, modules=rules)
+    )
+    messages["no gather"] = message_of(model, **inputs)
 
     sana = object.__new__(SanaTransformer2DModel)
     torch.nn.Module.__init__(sana)
@@ -283,6 +294,7 @@ class TestEnableContextParallelism(unittest.TestCase):
             ("missing whole", "plan of FluxTransformer2DModel names blocks.*.attn, which this model lacks"),
             ("missing alone", "plan of FluxTransformer2DModel names blocks.*.attn, which this model lacks"),
             ("missing argument", "splits image, which FluxTransformer2DModel's forward does not take"),
+            ("no gather", "gathers hidden_states nowhere, and every rank would answer with its own tokens"),
             ("mesh", "ring_degree=2, but the mesh's ring axis has 3 ranks"),
             ("other mesh", "a mesh needs an axis named 'ring' or 'ulysses'; this one has ('tp',)"),
             ("backend", "transformer_blocks.0.attn uses attention backend 'flex', which gives no log-sum-exp"),
