@@ -1,12 +1,13 @@
 """Draft the tensor-parallel plan of a class, and print what `verify_plan` still says of it.
 
-    python utils/new_plan.py SD3Transformer2DModel [--tp 2]
+    python utils/new_plan.py SD3Transformer2DModel [--tp 2] [--config '{"sample_size": 64}']
 
 It looks at names and shapes of the default config, on the meta device; what the forward does is for you to check.
 Exits with 1 where the draft does not add up.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections import Counter
@@ -130,15 +131,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cls", metavar="CLASS", help="a transformer class that diffusers exports")
     parser.add_argument("--tp", type=int, default=2, help="ranks for verify_plan")
+    parser.add_argument(
+        "--config", type=json.loads, default={}, help="JSON: arguments of the class, beside its defaults"
+    )
     args = parser.parse_args()
     cls = getattr(diffusers, args.cls, None)
     if cls is None:
         parser.error(f"diffusers {diffusers.__version__} exports no {args.cls}")
     try:
         with torch.device("meta"):
-            model = cls()
+            model = cls(**args.config)
     except Exception as error:
-        parser.error(f"the default config of {args.cls} builds no model: {type(error).__name__}: {error}")
+        parser.error(f"this config of {args.cls} builds no model: {type(error).__name__}: {error}; try --config")
     named = [key for key, value in model.config.items() if key.endswith("heads") and isinstance(value, int)]
     shared = re.compile("kv|key_value")
     count = min(
@@ -176,7 +180,7 @@ def main() -> int:
     exec(text, written)
     TENSOR_PARALLEL_PLANS.update(written["TENSOR_PARALLEL_PLANS"])
     try:
-        print(verify_plan(model, args.tp))
+        print(f"{verify_plan(model, args.tp)}\nTODO: {sum(whole.values()) / total:.2%} of the weights")
     except ValueError as error:
         print(f"this draft does not add up: {error}")
         return 1

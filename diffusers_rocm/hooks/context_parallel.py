@@ -130,6 +130,11 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
                 raise ValueError(
                     f"the context-parallel plan splits {unknown}, which {path or name}'s forward does not take"
                 )
+    asked = {path: argument for path, (argument, _) in plan.kept.items()} | plan.idle
+    for _, argument, modules in match(model, asked):
+        for path, module in modules:
+            if argument not in _parameters(module):
+                raise ValueError(f"the context-parallel plan names {argument}, which {path}'s forward does not take")
     parallel = list(attention_modules(model, plan))
     if not parallel:
         raise ValueError(f"{name} has no attention module with a processor; its attention cannot be parallel")

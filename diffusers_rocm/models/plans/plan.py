@@ -156,6 +156,8 @@ def match(model: nn.Module, rules: Mapping[str, Any]) -> Iterator[tuple[str, Any
         pattern = rule.removesuffix("?").split(".")
         for index, part in enumerate(pattern):
             if part.startswith("-"):
+                if not part[1:].isdigit() and part[1:] not in model.config:
+                    raise ValueError(f"{rule}: the config of {type(model).__name__} has no {part[1:]}")
                 back = int(part[1:]) if part[1:].isdigit() else model.config[part[1:]]
                 pattern[index] = str(len(model.get_submodule(".".join(pattern[:index]))) - back)
         found = [
