@@ -310,7 +310,7 @@ def main() -> None:
                 flush=True,
             )
         if rank == 0 and args.out:
-            command = f"utils/bench_transformer.py {' '.join(sys.argv[1:])}".partition(" --out")[0]
+            command = " ".join(["utils/bench_transformer.py", *sys.argv[1:]]).replace(f" --out {args.out}", "")
             content = {"command": command, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(content, indent=2) + "\n")
         del output
