@@ -133,7 +133,9 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     asked = {path: argument for path, (argument, _) in plan.kept.items()} | plan.idle
     for _, argument, modules in match(model, asked):
         for path, module in modules:
-            if argument not in _parameters(module):
+            taken = _parameters(module)
+            hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+            if argument not in taken and not hands_on:
                 raise ValueError(f"the context-parallel plan names {argument}, which {path}'s forward does not take")
     parallel = list(attention_modules(model, plan))
     if not parallel:

@@ -106,6 +106,8 @@ def errors_worker() -> dict[str, str]:
         ContextParallelConfig(3),
         cp_plan={"": {"hidden_states": split(1, 3), "image": split(1, 3)}},
     )
+    idle = ContextParallelPlan(rules, idle={"transformer_blocks.*": "perturbed"})
+    refuse("missing idle", ContextParallelConfig(3), cp_plan=idle)
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("ring",))
     messages["mesh"] = message_of(ContextParallelConfig, ring_degree=2, mesh=mesh)
     unnamed = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
@@ -294,6 +296,7 @@ class TestEnableContextParallelism(unittest.TestCase):
             ("missing whole", "plan of FluxTransformer2DModel names blocks.*.attn, which this model lacks"),
             ("missing alone", "plan of FluxTransformer2DModel names blocks.*.attn, which this model lacks"),
             ("missing argument", "splits image, which FluxTransformer2DModel's forward does not take"),
+            ("missing idle", "names perturbed, which transformer_blocks.0's forward does not take"),
             ("no gather", "gathers hidden_states nowhere, and every rank would answer with its own tokens"),
             ("mesh", "ring_degree=2, but the mesh's ring axis has 3 ranks"),
             ("other mesh", "a mesh needs an axis named 'ring' or 'ulysses'; this one has ('tp',)"),
