@@ -24,7 +24,7 @@ from .parallelism import FLOAT32_BAR, _clone_state, _same_state
 STRATEGIES: dict[str, tuple[dict[str, int], int]] = {
     "TP 2": ({"tp": 2}, 2),
     "Ulysses 2": ({"ulysses": 2}, 2),
-    "TP 3": ({"tp": 3}, 1),
+    "TP 3": ({"tp": 3}, 2),
     "ring 2": ({"ring": 2}, 2),
     "TP 2 x Ulysses 2": ({"ulysses": 2, "tp": 2}, 1),
 }
