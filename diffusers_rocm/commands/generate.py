@@ -36,6 +36,8 @@ AXES_HELP = {
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser("generate", help="make pictures or videos from prompts")
     add_arguments(parser)
+    parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
+    parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
     return parser
 
 
@@ -86,8 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vae-tiling", action="store_true", help="the VAE takes a picture in tiles")
     parser.add_argument("--vae-slicing", action="store_true", help="the VAE takes the pictures of a batch one by one")
-    parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
-    parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
     parser.add_argument("--timeout", type=float, default=10.0, help="minutes for which a rank waits for the others")
     parser.add_argument("--port", type=int, default=0, help="for the ranks to meet on (default: any free one)")
 

@@ -258,6 +258,8 @@ def generate(request: GenerationRequest) -> list[Path]:
         if request.contact_sheet is not None:
             contact_sheet(images, request.prompts, Path(request.contact_sheet))
             print(f"contact sheet: {request.contact_sheet}")
+        if axes.replica.size > 1 and pipe.text_encoder_modes:
+            print(f"text encoders: {', '.join(f'{name} {mode}' for name, mode in pipe.text_encoder_modes.items())}")
         median = statistics.median(timer.steps) * 1000 if timer.steps else 0.0
         kind = "video" if any(file.suffix == ".mp4" for file in files) else "picture"
         print(

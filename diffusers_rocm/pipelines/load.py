@@ -11,11 +11,9 @@ import torch
 import transformers
 from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.utils import logging
-from torch import nn
 
 from ..distributed import init
 from ..distributed.agreement import agree, fail_together
-from ..distributed.quantized import parts
 from ..loaders.load import sharded_loading
 from ..loaders.whole import checkpoint_files, load_whole, variant_in
 from ..models._modeling_parallel import OurConfig
@@ -23,6 +21,7 @@ from ..registration import DTYPE_ARGUMENT
 from . import parallelize
 from .choices import check_choices
 from .denoisers import DENOISERS
+from .peaks import weight_bytes
 from .text_encoders import load_text_encoder
 
 
@@ -134,9 +133,8 @@ def load_pipeline(
     pipe.text_encoder_modes = modes
     parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae)
     if offload == "auto" and here.type != "cpu":
-        modules = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
-        size = sum(part.nbytes for each in modules for x in each.parameters() for part in parts(x).values())
-        offload = "model" if size > torch.get_device_module(here).mem_get_info(here)[1] / 2 else "none"
+        half = torch.get_device_module(here).mem_get_info(here)[1] / 2
+        offload = "model" if sum(weight_bytes(pipe)) > half else "none"
     if offload == "model" and here.type != "cpu":
         pipe.enable_model_cpu_offload(device=here)
     elif offload == "group" and here.type != "cpu":

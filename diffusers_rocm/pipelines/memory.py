@@ -10,7 +10,7 @@ from ..distributed import init
 from ..distributed.collectives import all_gather_int64
 from ..distributed.mesh import AXES
 from .generation import GenerationRequest, call_arguments, load, versions
-from .peaks import StagePeaks
+from .peaks import StagePeaks, weight_bytes
 
 
 # Before anything is loaded; loading; what comes before the first step; all steps; what follows.
@@ -36,12 +36,17 @@ def measure_memory(request: GenerationRequest) -> dict[str, Any]:
         **call_arguments(type(pipe), request),
     )
     peaks.end()
-    row = torch.tensor([peaks.peaks.get(stage, (0, 0)) for stage in STAGES]).flatten()
-    by_rank = all_gather_int64(row, axes.world).view(-1, len(STAGES), 2)
+    weights = weight_bytes(pipe)
+    row = torch.tensor([sum(weights), max(weights), *(x for stage in STAGES for x in peaks.peaks.get(stage, (0, 0)))])
+    by_rank = all_gather_int64(row, axes.world)
+    kept, largest = by_rank[:, :2].T.tolist()
+    by_rank = by_rank[:, 2:].view(-1, len(STAGES), 2)
     return {
         "request": asdict(request),
         "mesh": {name: getattr(axes, name).size for name in AXES},
         "text_encoders": pipe.text_encoder_modes,
+        "weights": kept,
+        "largest_tensor": largest,
         "peaks": {
             stage: {"device": by_rank[:, index, 0].tolist(), "host": by_rank[:, index, 1].tolist()}
             for index, stage in enumerate(STAGES)
@@ -55,6 +60,10 @@ def report(measured: dict[str, Any]) -> str:
     """A table: GiB of each rank."""
     mesh = " x ".join(f"{name}={size}" for name, size in measured["mesh"].items() if size > 1) or "one rank"
     lines = [f"{measured['request']['model']}, {mesh} on {measured['device']}: peak GiB, rank by rank"]
+    kept, largest = (
+        " ".join(f"{size / 2**30:6.2f}" for size in measured[name]) for name in ("weights", "largest_tensor")
+    )
+    lines.append(f"weights  kept   {kept}   largest tensor {largest}")
     for stage, of in measured["peaks"].items():
         # A rank that has no part in a stage, as in decoding, has no peak either.
         device, host = (

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from torch import nn
 
+from ..distributed.quantized import parts
 from .denoisers import denoisers_of
 
 
@@ -26,6 +28,12 @@ def host_peak() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):  # not Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def weight_bytes(pipe: DiffusionPipeline) -> list[int]:
+    """Of each tensor that this rank keeps of the components' weights."""
+    modules = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+    return [part.nbytes for each in modules for x in each.parameters() for part in parts(x).values()]
 
 
 class StagePeaks:

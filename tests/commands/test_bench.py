@@ -14,6 +14,7 @@ from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig, commands, load_pipeline
 from diffusers_rocm.pipelines.memory import STAGES
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.pipelines.peaks import StagePeaks
 from diffusers_rocm.pipelines.random_pipeline import FLUX_DEV, write_random_flux
 from diffusers_rocm.registration import DTYPE_ARGUMENT
@@ -50,6 +51,11 @@ class TestBench(unittest.TestCase):
                 code = commands.main(["bench", "memory", "--json", str(file)])
             measured = json.loads(file.read_text())
         assert code == 0 and "one rank on CPU: peak GiB" in output.getvalue()
+        assert re.search(r"\nweights  kept +\d\.\d\d   largest tensor +\d\.\d\d\n", output.getvalue())
+        sizes = [file.stat().st_size for file in EMBEDDED_MODEL.rglob("*.safetensors")]
+        # The files are in bfloat16.
+        assert 1.8 * sum(sizes) < measured["weights"][0] <= 2 * sum(sizes), (measured["weights"], sizes)
+        assert 0 < measured["largest_tensor"][0] < measured["weights"][0]
         assert list(measured["peaks"]) == list(STAGES)
         for stage in STAGES:
             assert measured["peaks"][stage]["device"] == [0] and measured["peaks"][stage]["host"][0] > 2**26, stage
