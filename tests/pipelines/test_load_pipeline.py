@@ -110,6 +110,14 @@ def damaged_worker(folder: str, text_encoders: str, degrees: dict[str, int]) -> 
     return str(caught.value)
 
 
+def variant_worker(folder: str) -> list[float]:
+    wanted = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL))
+    return [
+        relative_l2(pictures(load_pipeline(folder, ParallelConfig(tp=2), text_encoders=mode, variant="fp16")), wanted)
+        for mode in ("shard", "first-rank", "replicate")
+    ]
+
+
 def adapters_worker() -> dict[str, str]:
     """A LoRA of a text encoder, which may be anywhere."""
     torch.manual_seed(0)
@@ -311,6 +319,20 @@ class TestLoadPipeline(unittest.TestCase):
     @unittest.skipIf(
         Version(diffusers.__version__) < Version("0.42"), "older diffusers find no layers in CLIP of transformers 5"
     )
+    def test_a_variant_that_some_components_have(self):
+        """One has it beside other weights, one alone, and two have it not."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(shutil.copytree(EMBEDDED_MODEL, Path(folder, "copy")))
+            for component in ("transformer", "text_encoder_2"):
+                file = next((copy / component).glob("*.safetensors"))
+                weights = load_file(file)
+                file.rename(file.with_suffix(".fp16.safetensors"))
+                if component == "transformer":
+                    zeros = {name: torch.zeros_like(x) for name, x in weights.items()}
+                    save_file(zeros, file, metadata={"format": "pt"})
+            for errors in run_ranks(2, variant_worker, str(copy)):
+                assert max(errors) <= FLOAT32_BAR, errors
+
     def test_adapters(self):
         for results in run_ranks(2, adapters_worker):
             assert results.pop("replicate") <= FLOAT32_BAR, results
