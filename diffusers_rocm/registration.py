@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import torch.distributed
 from packaging.version import Version
 
 
@@ -54,7 +55,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     from diffusers.models.attention import AttentionModuleMixin
     from diffusers.models.attention_processor import Attention
 
-    from .hooks import caches, group_offload, stand_in
+    from .hooks import caches, group_offload, stand_in, step_graph
     from .loaders import load, lora
     from .models import attention_dispatch as our_attention
     from .models import modeling_utils as ours
@@ -97,6 +98,8 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     # All versions: pipelines that share their components share what makes them parallel.
     yield DiffusionPipeline, "register_modules", parallel_call.wrap_register_modules
     yield DiffusionPipeline, "_get_signature_types", stand_in.wrap_get_signature_types
+    # A graph that captured collectives must be gone before their process group, which waits for it for ever.
+    yield torch.distributed, "destroy_process_group", step_graph.wrap_destroy_process_group
     # All versions: ranks that share a forward must decide alike, and what mixes branches of guidance must have both.
     yield first_block_cache.FBCHeadBlockHook, "new_forward", caches.wrap_first_block
     yield mag_cache.MagCacheBlockHook, "new_forward", caches.wrap_mag_cache_block

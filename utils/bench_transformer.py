@@ -33,6 +33,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 import diffusers_rocm
+from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 
 
 def flux(args: argparse.Namespace) -> torch.nn.Module:
@@ -185,27 +186,6 @@ class Clock:
         return start.elapsed_time(stop)
 
 
-def capture(step):
-    """`step` as a CUDA graph: `(replay, graph)`."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = step()
-
-    def replay():
-        graph.replay()
-        return output
-
-    return replay
-
-
 @torch.no_grad()
 def float32_reference(args: argparse.Namespace, device: torch.device) -> torch.Tensor:
     """The same weights and inputs, all arithmetic in float32."""
@@ -237,10 +217,9 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[
             return unguided + 5 * (prediction - unguided)
         return prediction
 
-    for _ in range(args.warmup):
+    graph = StepGraph(model) if "g" in flags else None
+    for _ in range(args.warmup + WARM_UP):
         output = step()
-    if "g" in flags:
-        step = capture(step)
     clock.sync()
     dist.barrier()
     if device.type == "cuda":
@@ -253,6 +232,8 @@ def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[
     dist.all_gather_into_tensor(peaks, torch.tensor([peak], dtype=torch.float64, device=device))
     row = {"mode": mode, "ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
     row["peak_gib"] = [round(value / 2**30, 3) for value in peaks.tolist()]
+    if graph is not None:
+        graph.remove()
     return row, output.clone()
 
 
@@ -316,9 +297,6 @@ def main() -> None:
         del output
         free(device)
         torch._dynamo.reset()
-    # Graphs that captured collectives must be gone before their process group is.
-    reference = None
-    gc.collect()
     dist.destroy_process_group()
 
 

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, help="one seed, one picture, on any number of ranks")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
+    parser.add_argument("--graph", action="store_true", help="replay the denoiser's step as a CUDA or HIP graph")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
     parser.add_argument(
         "--rank-check",
@@ -190,6 +191,10 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         raise ValueError(f"--timeout must be a number of minutes above 0; got {args.timeout}")
     if args.lora is not None:
         check_lora(args.lora)
+    if args.graph and not on_gpus(args):
+        raise ValueError("--graph needs a GPU")
+    if args.graph and args.offload == "group":
+        raise ValueError("--graph takes no layers that come to the GPU one by one: use --offload model or none")
     if args.quantization is not None:
         check_quantization(args.quantization, on_gpus(args))
     if not under_torchrun():  # a rank finds its own launcher on the port
@@ -227,6 +232,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         device=args.device,
         lora=args.lora,
         compile=args.compile,
+        graph=args.graph,
         timeout=args.timeout,
         out=str(args.out),
         contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),

@@ -1,5 +1,6 @@
 """Whole pipelines in parallel."""
 
+import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
@@ -7,6 +8,7 @@ from ..distributed.agreement import agree
 from ..distributed.mesh import Axes
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.rank_guard import GuardedScheduler, InputGuard
+from ..hooks.step_graph import StepGraph
 from ..models._modeling_parallel import OurConfig
 from ..models.modeling_utils import Removable
 from .choices import check_choices
@@ -15,7 +17,13 @@ from .parallel_call import ParallelCall
 from .vae import check_vae, share_vae
 
 
-def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "first", vae: str = "replicate") -> Axes:
+def parallelize(
+    pipe: DiffusionPipeline,
+    config: OurConfig,
+    rank_check: str = "first",
+    vae: str = "replicate",
+    graph: bool = False,
+) -> Axes:
     """Make the denoisers of a pipeline that is in memory parallel, in place, and keep its ranks equal.
 
     Every rank makes the same calls, with the same arguments, and gets all pictures. Without a generator the ranks draw
@@ -28,14 +36,17 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
         rank_check: when to compare the inputs of the ranks: in the `"first"` step of a call, `"always"`, or `"off"`.
         vae: how the ranks that share a picture decode it: `"replicate"`, each all of it; `"first-rank"`, the first one
             for all; `"tile"`, each some of the tiles, of which the picture is made by the VAE's own tiled decoding.
+        graph: replay each denoiser's forward as a CUDA (HIP) graph, from the third on: `hooks.step_graph`.
 
     Returns:
         The axes of the mesh.
 
     Raises:
         ValueError: a pipeline whose denoiser is a UNet, or has no plan, or whose VAE cannot be had so; ranks with
-            different models, configs or other arguments. Nothing is parallel then.
+            different models, configs or other arguments; graphs without such a GPU. Nothing is parallel then.
     """
+    if graph and not torch.cuda.is_available():
+        raise ValueError("graph=True needs a GPU of CUDA or ROCm, and torch sees none")
     check_choices(rank_check=rank_check, vae=vae)
     check_vae(pipe, vae)
     denoisers = denoisers_of(pipe)
@@ -49,13 +60,16 @@ def parallelize(pipe: DiffusionPipeline, config: OurConfig, rank_check: str = "f
                 denoiser.enable_parallelism(config=config)
                 enabled.append(denoiser)
         axes = denoisers[0].parallelism.axes
-        agree("arguments of parallelize()", {"rank_check": rank_check, "vae": vae}, axes.world)
+        agree("arguments of parallelize()", {"rank_check": rank_check, "vae": vae, "graph": graph}, axes.world)
     except ValueError:
         for denoiser in enabled:
             denoiser.disable_parallelism()
         raise
     if vae != "replicate":
         denoisers[0].parallelism.hooks.append(share_vae(pipe.vae, vae, axes.replica))
+    if graph:
+        for denoiser in denoisers:
+            denoiser.parallelism.hooks.append(StepGraph(denoiser))
     if axes.world.size == 1:
         return axes
     for denoiser, hook in guard_ranks(pipe, denoisers, rank_check):

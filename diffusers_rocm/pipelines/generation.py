@@ -62,6 +62,7 @@ class GenerationRequest:
     device: str | None = None
     lora: str | None = None
     compile: bool = False
+    graph: bool = False
     rank_check: str = "first"
     text_encoders: str = "auto"
     offload: str = "auto"
@@ -95,6 +96,7 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
         rank_check=request.rank_check,
         offload=request.offload,
         quantization_config=None if request.quantization is None else torchao_config(request.quantization),
+        graph=request.graph,
         device=request.device,
         pipeline=ModelFolder(request.model).pipeline(request.image is not None),
     )

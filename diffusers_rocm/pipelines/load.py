@@ -37,6 +37,7 @@ def load_pipeline(
     rank_check: str = "first",
     offload: str = "auto",
     quantization_config: TorchAoConfig | PipelineQuantizationConfig | None = None,
+    graph: bool = False,
     device: str | None = None,
     pipeline: type = DiffusionPipeline,
     **kwargs: Any,
@@ -51,7 +52,7 @@ def load_pipeline(
             parallelism; `"first-rank"`, the first one all, which sends the others what it encodes; `"replicate"`, each
             all. `"auto"` takes what fits with the least traffic: the last, else the second, else the first; the choice
             is logged, and is in the pipeline's `text_encoder_modes`. A mapping says it by the component's name.
-        vae, rank_check: as of `parallelize`.
+        vae, rank_check, graph: as of `parallelize`.
         offload: what waits in the host's memory. `"model"`: components, each on the device while it works, so that the
             peak there is that of the largest stage (encoding, denoising, decoding), not of all together; `"group"`:
             layers; `"none"`. `"auto"` is `"model"` where all weights would take more than half of the device's memory,
@@ -131,7 +132,7 @@ def load_pipeline(
     with fail_together("load the rest of the pipeline", axes.world):
         pipe = pipeline.from_pretrained(folder, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
-    parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae)
+    parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae, graph=graph)
     if offload == "auto" and here.type != "cpu":
         half = torch.get_device_module(here).mem_get_info(here)[1] / 2
         offload = "model" if sum(weight_bytes(pipe)) > half else "none"

@@ -1,0 +1,162 @@
+"""A denoiser's whole step, captured once and replayed: the host launches one graph in place of thousands of kernels.
+
+CUDA graphs; on ROCm, HIP graphs are behind the same functions of torch.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from ..distributed.quantized import is_quantized
+from .around_call import AroundCall
+from .group_offload import is_offloaded
+
+
+# Calls that come first: the libraries choose their kernels, process groups connect, the compiler compiles.
+WARM_UP = 2
+# Of so many kinds of calls (shapes, prompts' lengths) the graphs are kept.
+KEPT = 4
+
+
+def record(call: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], None], Any, Any]:
+    """Capture what `call()` launches: what replays it, its answer, which each replay fills anew, and its memory."""
+    graph = torch.cuda.CUDAGraph()
+    # Process groups watch their work from threads of their own, which a capture would forbid otherwise.
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        answer = call()
+    return graph.replay, answer, graph.pool()
+
+
+_graphs: "weakref.WeakSet[StepGraph]" = weakref.WeakSet()
+
+
+def wrap_destroy_process_group(original: Callable) -> Callable:
+    """A group waits for ever for graphs that captured its collectives: they go first."""
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        for graph in _graphs:
+            graph.forget()
+        original(*args, **kwargs)
+
+    return destroy_process_group
+
+
+@dataclass
+class _Kind:
+    """Calls whose arguments differ in the values of tensors alone."""
+
+    spec: TreeSpec
+    described: list[Any]
+    calls: int = 0
+    inputs: list[Tensor] = field(default_factory=list)  # what the graph reads
+    answer: Any = None
+    replay: Callable[[], None] | None = None
+
+
+class StepGraph(AroundCall):
+    """Hangs on a model, innermost: what ranks compare and exchange around its call stays outside of the graph.
+
+    Calls that require gradients run as ever. Another kind of call has a graph of its own; when a weight lies elsewhere
+    than before, or modules are others, all graphs are made anew.
+
+    Raises (its calls):
+        ValueError: the model does something that no graph can hold: adapters that are not fused, weights that come for
+            their layer alone, caches, values that are read on the host.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        model.around_call.insert(0, model.around_call.pop())
+        self.forget()
+        _graphs.add(self)
+
+    def forget(self) -> None:
+        self._kinds: list[_Kind] = []
+        self._fixed: list[tuple[dict, str, Any, int | None]] = []
+        self._pool = None
+
+    def remove(self) -> None:
+        self.forget()
+        super().remove()
+
+    def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        if torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        if not self._fixed or not all(
+            where.get(name) is value and (at is None or value.data_ptr() == at)
+            for where, name, value, at in self._fixed
+        ):
+            self.forget()
+            self._fixed = _fixed(self._module)
+        leaves, spec = tree_flatten((args, kwargs))
+        kind = self._kind(spec, leaves)
+        kind.calls += 1
+        if kind.calls <= WARM_UP:
+            return call(*args, **kwargs)
+        if kind.replay is None:
+            self._capture(kind, call, leaves)
+        tensors = (x for x in leaves if isinstance(x, Tensor))
+        for static, x in zip(kind.inputs, tensors, strict=True):
+            static.copy_(x, non_blocking=True)
+        kind.replay()
+        return tree_map_only(Tensor, torch.clone, kind.answer)
+
+    def _kind(self, spec: TreeSpec, leaves: list[Any]) -> _Kind:
+        device = next(self._module.parameters()).device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        described = [autocast, *map(_describe, leaves)]
+        for kind in self._kinds:
+            if kind.described == described and kind.spec == spec:
+                return kind
+        self._kinds = [*self._kinds[1 - KEPT :], _Kind(spec, described)]
+        return self._kinds[-1]
+
+    def _capture(self, kind: _Kind, call: Callable, leaves: list[Any]) -> None:
+        model, name = self._module, type(self._module).__name__
+        for path, module in model.named_modules():
+            if hasattr(module, "lora_A"):
+                raise ValueError(f"{path} of this {name} has an adapter beside it: fuse adapters, or leave graphs out")
+            if hasattr(getattr(module, "processor", None), "scale"):
+                raise ValueError(f"the scale of the IP-Adapter of this {name} would be fixed: leave graphs out")
+            if is_offloaded(module) or module is not model and hasattr(module, "_hf_hook"):
+                raise ValueError(f"the layers of this {name} are brought to the device one by one: leave graphs out")
+        if getattr(model, "is_cache_enabled", False):
+            raise ValueError(f"this {name} has a cache, which decides on the host: disable_cache(), or no graphs")
+        device = next(model.parameters()).device
+        with torch.inference_mode(False):
+            kind.inputs = [torch.empty_like(x, device=device) for x in leaves if isinstance(x, Tensor)]
+        statics = iter(kind.inputs)
+        given = [next(statics).copy_(x) if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = tree_unflatten(given, kind.spec)
+        try:
+            kind.replay, kind.answer, self._pool = record(lambda: call(*args, **kwargs), device, self._pool)
+        except (RuntimeError, AssertionError) as error:
+            self.forget()
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"a step of this {name} cannot be captured, leave graphs out: {reason}") from error
+
+
+def _describe(leaf: Any) -> tuple:
+    if isinstance(leaf, Tensor):
+        return Tensor, leaf.shape, leaf.dtype
+    return type(leaf), leaf if isinstance(leaf, (int, float, str)) else repr(leaf)
+
+
+def _fixed(model: nn.Module) -> list[tuple[dict, str, Any, int | None]]:
+    """What a graph takes for granted: `(dict, key, value, address)` of modules, processors, weights and buffers."""
+    fixed = []
+    for module in model.modules():
+        fixed += [(module._modules, name, child, None) for name, child in module._modules.items()]
+        # Offloading and caches replace a forward.
+        fixed += [(vars(module), name, vars(module).get(name), None) for name in ("processor", "forward")]
+        for tensors in (module._parameters, module._buffers):
+            for name, x in tensors.items():
+                fixed.append((tensors, name, x, None if x is None or is_quantized(x) else x.data_ptr()))
+    return fixed

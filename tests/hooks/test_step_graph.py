@@ -1,0 +1,258 @@
+"""A step as a graph: emulated where there is no GPU, by a capture that keeps the call and its inputs."""
+
+import unittest
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FirstBlockCacheConfig
+from parameterized import parameterized
+from torch.utils._pytree import tree_leaves
+
+from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
+from diffusers_rocm.hooks import step_graph
+from diffusers_rocm.hooks.step_graph import KEPT, WARM_UP, StepGraph
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+
+from ..models.testing_utils.common import randn
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
+from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
+
+
+MESHES = ({"tp": 2}, {"ulysses": 2}, {"ring": 2})
+
+
+class Recorder:
+    """Stands for `step_graph.record`: a replay computes with the inputs that were captured, into the same answer."""
+
+    def __init__(self):
+        self.captures = 0
+
+    def __call__(
+        self, call: Callable[[], Any], device: torch.device, pool: Any
+    ) -> tuple[Callable[[], None], Any, None]:
+        self.captures += 1
+        answer = call()
+
+        def replay() -> None:
+            for x, new in zip(tree_leaves(answer), tree_leaves(call()), strict=True):
+                x.copy_(new)
+
+        return replay, answer, None
+
+
+def emulated() -> mock._patch:
+    return mock.patch.object(step_graph, "record", Recorder())
+
+
+def steps_of(inputs: dict, count: int) -> list[dict]:
+    """The inputs of some steps: latents and time are others in each."""
+    latents = inputs["hidden_states"]
+    return [
+        {
+            **inputs,
+            "hidden_states": latents + randn(*latents.shape, seed=step).to(latents),
+            "timestep": inputs["timestep"] / 2**step,
+        }
+        for step in range(count)
+    ]
+
+
+@torch.no_grad()
+def parity_worker(name: str, degrees: dict[str, int]) -> dict:
+    """Outputs are compared when all steps are done: none may be the graph's own memory."""
+    config = {"flux": FluxTransformerTesterConfig, "wan": WanTransformerTesterConfig}[name]()
+    model, steps = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 3)
+    wanted = [config.get_output(model, inputs) for inputs in steps]
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    with emulated() as recorder:
+        graph = StepGraph(model)
+        outputs = [config.get_output(model, inputs) for inputs in steps]
+        graph.remove()
+        plain = config.get_output(model, steps[0])
+    errors = [relative_l2(x, y) for x, y in zip(outputs, wanted, strict=True)]
+    return {"errors": errors, "captures": recorder.captures, "removed": relative_l2(plain, wanted[0])}
+
+
+@torch.no_grad()
+def changes_worker() -> dict[str, int]:
+    """How many graphs were captured in all after each change of the calls or of the model, each used some times."""
+    config = FluxTransformerTesterConfig()
+    model, counts = config.get_model(), {}
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+    kinds = {rows: config.get_inputs(rows) for rows in (1, 2)}
+    StepGraph(model)
+
+    def use(name: str, inputs: dict) -> None:
+        wanted = config.get_output(model, inputs) if name == "weights" else None
+        for _ in range(WARM_UP + 2):
+            output = config.get_output(model, inputs)
+        assert wanted is None or torch.equal(output, wanted)
+        counts[name] = recorder.captures
+
+    with emulated() as recorder:
+        use("one row", kinds[1])
+        use("two rows", kinds[2])
+        use("one row again", kinds[1])
+        use("a number", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0}})
+        model.proj_out.weight = torch.nn.Parameter(2 * model.proj_out.weight)
+        use("weights", kinds[1])
+        model.x_embedder.weight.data = model.x_embedder.weight.clone()
+        use("address", kinds[1])
+        for tokens in range(1, KEPT + 1):
+            use("many", {**kinds[1], "encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)})
+            use("many", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0 + tokens}})
+        counts["kept"] = len(model.around_call[0]._kinds)
+    return counts
+
+
+def refusals_worker() -> dict[str, str]:
+    config, messages = FluxTransformerTesterConfig(), {}
+
+    def refuse(name: str, prepare: Callable) -> None:
+        model, inputs = config.get_model(), config.get_inputs(1)
+        model.enable_parallelism(config=ParallelConfig(tp=2))
+        prepare(model)
+        StepGraph(model)
+
+        @torch.no_grad()
+        def run() -> None:
+            for _ in range(WARM_UP + 1):
+                with model.cache_context("cond"):
+                    config.get_output(model, inputs)
+
+        with emulated():
+            messages[name] = message_of(run)
+
+    def adapter(model: torch.nn.Module) -> None:
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+
+    def reads_on_the_host(model: torch.nn.Module) -> None:
+        def fail(*_) -> None:
+            if step_graph.record.captures:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+        model.proj_out.register_forward_hook(fail)
+
+    cpu = torch.device("cpu")
+    refuse("adapter", adapter)
+    refuse("cache", lambda model: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)))
+    refuse("group offload", lambda model: model.enable_group_offload(cpu, cpu, offload_type="leaf_level"))
+    refuse("host", reads_on_the_host)
+    pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        messages["no GPU"] = message_of(parallelize, pipe, ParallelConfig(tp=2), graph=True)
+    return messages
+
+
+def gradients_worker() -> tuple[int, bool]:
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(1)
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+    StepGraph(model)
+    with emulated() as recorder:
+        for _ in range(WARM_UP + 1):
+            config.get_output(model, inputs).sum().backward()
+    return recorder.captures, model.x_embedder.weight.grad is not None
+
+
+def pipeline_worker(degrees: dict[str, int]) -> tuple[float, int]:
+    """With guidance, whose exchange between ranks stays outside of the graph."""
+
+    def pictures(pipe: DiffusionPipeline) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        arguments = {"num_inference_steps": 5, "output_type": "pt", "generator": torch.Generator().manual_seed(0)}
+        return pipe("a red circle", negative_prompt="a blue square", true_cfg_scale=3.0, **arguments).images
+
+    wanted = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL))
+    with emulated() as recorder, mock.patch.object(torch.cuda, "is_available", lambda: True):
+        pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(**degrees), graph=True, device="cpu")
+        error = relative_l2(pictures(pipe), wanted)
+    graph = pipe.transformer.around_call[0]
+    assert graph._kinds
+    torch.distributed.destroy_process_group()
+    assert not graph._kinds  # it would wait for them for ever
+    return error, recorder.captures
+
+
+class TestStepGraph(unittest.TestCase):
+    @parameterized.expand([*(("flux", degrees) for degrees in MESHES), ("wan", {"ulysses": 2})])
+    def test_parity(self, name, degrees):
+        for result in run_ranks(2, parity_worker, name, degrees):
+            assert max(result["errors"]) <= FLOAT32_BAR and result["removed"] <= FLOAT32_BAR, result
+            assert result["captures"] == 1, result
+
+    def test_other_calls_and_weights_are_captured_anew(self):
+        for counts in run_ranks(2, changes_worker):
+            assert counts.pop("kept") == KEPT
+            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5], counts
+
+    def test_what_no_graph_can_hold(self):
+        for messages in run_ranks(2, refusals_worker):
+            assert "has an adapter beside it: fuse adapters" in messages["adapter"]
+            assert "has a cache, which decides on the host" in messages["cache"]
+            assert "brought to the device one by one" in messages["group offload"]
+            assert messages["host"].endswith("leave graphs out: operation not permitted when stream is capturing")
+            assert "needs a GPU of CUDA or ROCm" in messages["no GPU"]
+
+    def test_gradients_pass_by(self):
+        for captures, trained in run_ranks(2, gradients_worker):
+            assert captures == 0 and trained
+
+    @parameterized.expand([({"tp": 2},), ({"cfg": 2},)])
+    def test_pipeline(self, degrees):
+        for error, captures in run_ranks(2, pipeline_worker, degrees):
+            # Both branches of guidance have prompts of one length.
+            assert error <= FLOAT32_BAR and captures == 1, (error, captures)
+
+
+@torch.no_grad()
+def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dtype) -> list[float]:
+    """Against the same model without graphs."""
+    config, device = FluxTransformerTesterConfig(), torch.device("cuda", torch.distributed.get_rank())
+    model = config.get_model(dtype=dtype).to(device)
+    inputs = {name: x.to(device) for name, x in config.cast(config.get_inputs(1), dtype).items()}
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    if compiled:
+        model.compile_repeated_blocks(fullgraph=True)
+    steps = steps_of(inputs, WARM_UP + 3)
+    wanted = [config.get_output(model, each) for each in steps]
+    graph = StepGraph(model)
+    outputs = [config.get_output(model, each) for each in steps]
+    errors = [relative_l2(x, y) for x, y in zip(outputs, wanted, strict=True)]
+    assert sum(kind.replay is not None for kind in graph._kinds) == 1
+    torch.cuda.synchronize()
+    graph.remove()
+    return errors
+
+
+@require_torch_multi_accelerator
+class TestStepGraphAccelerator(unittest.TestCase):
+    @parameterized.expand([(degrees, compiled) for degrees in MESHES for compiled in (False, True)])
+    def test_parity(self, degrees, compiled):
+        for errors in run_ranks(2, accelerator_worker, degrees, compiled, torch.float32, device="cuda"):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+    def test_what_a_capture_forbids(self):
+        for message in run_ranks(2, forbidden_worker, device="cuda"):
+            assert "cannot be captured, leave graphs out" in message, message
+
+
+@torch.no_grad()
+def forbidden_worker() -> str:
+    config, device = FluxTransformerTesterConfig(), torch.device("cuda", torch.distributed.get_rank())
+    model = config.get_model().to(device)
+    inputs = {name: x.to(device) for name, x in config.get_inputs(1).items()}
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+    model.proj_out.register_forward_hook(lambda module, args, output: output.sum().item() and None)
+    StepGraph(model)
+    with pytest.raises(ValueError) as caught:
+        for _ in range(WARM_UP + 1):
+            config.get_output(model, inputs)
+    return str(caught.value)
