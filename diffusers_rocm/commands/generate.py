@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -57,7 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-frames", type=int, help="of a video")
     parser.add_argument("--fps", type=int, default=16, help="frames a second of the video's file (default: 16)")
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
-    parser.add_argument("--seed", type=int, help="one seed, one picture, on any number of ranks")
+    parser.add_argument("--seed", help="one seed, one picture, on any number of ranks; 1,2,3: one picture with each")
+    parser.add_argument(
+        "--num-images-per-prompt", type=int, default=1, help="their seeds follow each other; --dp makes some at a time"
+    )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
     parser.add_argument("--graph", action="store_true", help="replay the denoiser's step as a CUDA or HIP graph")
@@ -113,6 +117,23 @@ def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(prompts)
 
 
+def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
+    """Those of each prompt's pictures."""
+    if args.seed is None:
+        return ()
+    try:
+        seeds = tuple(int(seed) for seed in args.seed.split(","))
+    except ValueError:
+        raise ValueError(f"--seed takes a number, or some with commas between; got {args.seed!r}") from None
+    if not all(0 <= seed < 2**63 - args.num_images_per_prompt for seed in seeds):
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
+    if len(seeds) == 1:
+        return tuple(range(seeds[0], seeds[0] + args.num_images_per_prompt))
+    if args.num_images_per_prompt not in (1, len(seeds)):
+        raise ValueError(f"--num-images-per-prompt {args.num_images_per_prompt}, but {len(seeds)} seeds: drop it")
+    return seeds
+
+
 def check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +187,8 @@ def ranks(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Everything that can be known before a rank starts. Raises ValueError."""
     prompts = read_prompts(args)
-    for name in (*AXES, "steps", "height", "width", "num_frames", "fps", "max_sequence_length"):
+    numbers = ("num_images_per_prompt", "steps", "height", "width", "num_frames", "fps", "max_sequence_length")
+    for name in (*AXES, *numbers):
         value = getattr(args, name)
         if value is not None and value < 1 and not (name in AXES and value == -1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
@@ -179,9 +201,10 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         and folder.guides_by_negative_prompt(args.image is not None)
     ):
         raise ValueError(f"--cfg {degrees['cfg']}: {args.model} runs guidance only with a --negative-prompt")
+    if degrees["cfg"] > 1 and args.guidance is not None and args.guidance <= 1:
+        raise ValueError(f"--cfg {degrees['cfg']}: --guidance {args.guidance} runs none; use --dp, --ulysses or --tp")
     folder.check_vae(args.vae)
-    if args.seed is not None and not 0 <= args.seed < 2**63:
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
+    seeds = read_seeds(args)
     if args.guidance is not None and not math.isfinite(args.guidance):
         raise ValueError(f"--guidance must be a finite number; got {args.guidance}")
     if args.image is not None:
@@ -207,7 +230,11 @@ def check(args: argparse.Namespace) -> GenerationRequest:
             raise ValueError(f"--contact-sheet {args.contact_sheet} is a folder")
         check_writable(args.contact_sheet.parent)
     options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
-    if args.num_frames is not None and importlib.util.find_spec("imageio_ffmpeg") is None:
+    pipeline = folder.pipeline(args.image is not None)
+    known = inspect.signature(pipeline.__call__).parameters
+    if args.image is None and "image" in known and known["image"].default is inspect.Parameter.empty:
+        raise ValueError(f"{pipeline.__name__} begins with a picture: give --image FILE")
+    if "num_frames" in known and importlib.util.find_spec("imageio_ffmpeg") is None:
         raise ValueError("videos need imageio-ffmpeg: pip install imageio imageio-ffmpeg")
     if Path(args.model).resolve() == EMBEDDED_MODEL.resolve():
         options = {name: EMBEDDED_DEFAULTS[name] if value is None else value for name, value in options.items()}
@@ -227,7 +254,8 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         vae_tiling=args.vae_tiling,
         vae_slicing=args.vae_slicing,
         guidance=args.guidance,
-        seed=args.seed,
+        seeds=seeds,
+        num_images_per_prompt=args.num_images_per_prompt,
         dtype=args.dtype,
         device=args.device,
         lora=args.lora,
@@ -238,7 +266,6 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),
         **options,
     )
-    pipeline = folder.pipeline(args.image is not None)
     if pipeline is not DiffusionPipeline:  # a class that this diffusers knows
         call_arguments(pipeline, request)
     return request

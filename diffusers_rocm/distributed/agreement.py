@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import name_ranks
@@ -98,7 +97,7 @@ def fail_together(what: str, axis: Axis) -> Iterator[None]:
         error = caught
     said = "ok" if error is None else f"{type(error).__name__}: {error}"
     if axis.size > 1:
-        everyone = dist.get_process_group_ranks(axis.group)
+        everyone = axis.ranks()
         by_rank = dict(zip(everyone, all_gather_text(said, axis), strict=True))
         failed = {rank: text for rank, text in by_rank.items() if text != "ok"}
         if failed and error is None:
@@ -148,7 +147,7 @@ def _same(a: Any, b: Any) -> bool:
 def _by_ranks(seen: Sequence[Any], axis: Axis) -> str:
     """`0.5 on rank 0 and 0.25 on ranks 1, 2`"""
     groups: dict[str, list[int]] = {}
-    for rank, each in zip(dist.get_process_group_ranks(axis.group), seen, strict=True):
+    for rank, each in zip(axis.ranks(), seen, strict=True):
         if isinstance(each, dict):
             each = f"{each['kind']} ({each['sample']}; norm {each['norm']:.6g})"
         groups.setdefault(each, []).append(rank)

@@ -29,6 +29,10 @@ class Axis:
     first: int
     device: torch.device
 
+    def ranks(self) -> list[int]:
+        """Global ranks of the axis, in its order."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
     def __deepcopy__(self, memo: dict) -> "Axis":
         return self  # a copied model is on the same ranks
 

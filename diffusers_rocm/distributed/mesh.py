@@ -87,7 +87,7 @@ def resolve_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
     given = {name: degrees.get(name, 1) for name in AXES}
     rest = [name for name, degree in given.items() if degree == -1]
     known = math.prod(degree for degree in given.values() if degree != -1)
-    shown = {name: degree for name, degree in given.items() if name in degrees}
+    shown = {name: degree for name, degree in given.items() if degree != 1} or dict.fromkeys(degrees, 1)
     arithmetic = " * ".join(f"{name}={degree}" for name, degree in shown.items())
     if len(rest) > 1:
         raise ValueError(f"{arithmetic}: only one degree may be -1 and take the ranks that are left")

@@ -4,13 +4,13 @@ Before the first step, inputs and schedule are compared by one small exchange. A
 the first one's latents, so that what the ranks round differently does not add up.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import name_ranks
@@ -36,7 +36,8 @@ class InRun(Protocol):
 class InputGuard(AroundCall):
     """Compares what the ranks feed a denoiser, in the first step of a run or, if `always`, in each.
 
-    Where inputs differ by rounding, all ranks take the first one's.
+    Outside of a parallel pipeline's call nothing tells of runs, and every call is compared. Where inputs differ by
+    rounding, all ranks take the first one's.
 
     Raises:
         ValueError: they differ by more.
@@ -45,6 +46,7 @@ class InputGuard(AroundCall):
     def __init__(self, model: nn.Module, axis: Axis, always: bool = False):
         super().__init__(model)
         self._name, self._axis, self._always = type(model).__name__, axis, always
+        self.in_pipeline = False
         # Of the class: what caches put in the place of the model's forward does not always tell them.
         _, *self._parameters = inspect.signature(type(model).forward).parameters
         self.begin_run()
@@ -56,7 +58,7 @@ class InputGuard(AroundCall):
         self._due = self._always
 
     def around(self, call: Any, args: tuple, kwargs: dict) -> Any:
-        if self._due:
+        if self._due or not self.in_pipeline:
             named = dict(zip(self._parameters, args, strict=False)) | kwargs
             self._rounded |= not agree(f"inputs to {self._name}", dict(leaves(named)), self._axis)
         if self._rounded:
@@ -72,7 +74,7 @@ class GuardedScheduler:
     Args:
         listeners: are told of each run and step.
         check: whether the schedule is compared, and each step's latents are looked at for NaN and inf: in the first
-            step, in every fourth, and in `end_run`.
+            step, in every fourth, and when the run ends.
     """
 
     def __init__(self, scheduler: Any, axis: Axis, listeners: Sequence[InRun] = (), check: bool = True):
@@ -85,7 +87,8 @@ class GuardedScheduler:
         users = vars(scheduler).setdefault("guards", [])
         if not users:
             scheduler.__class__ = _guarded_class(type(scheduler))
-        users.append(self)
+        if self not in users:  # as it is in those of a copy
+            users.append(self)
 
     def follow(self, scheduler: Any) -> None:
         """Be on this scheduler, which a pipeline has now, if not already."""
@@ -136,7 +139,20 @@ class GuardedScheduler:
                 self._look(*self._sent.pop(0))
         return broadcast_from_first(latents, self.axis)
 
-    def end_run(self) -> None:
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """What runs inside is the call of a pipeline with this scheduler."""
+        inputs = [each for each in self.listeners if isinstance(each, InputGuard)]
+        for each in inputs:
+            each.in_pipeline = True
+        try:
+            yield
+            self._end_run()
+        finally:
+            for each in inputs:
+                each.in_pipeline = False
+
+    def _end_run(self) -> None:
         """Look at the steps that nobody looked at yet: all ranks that share a picture call it when it is done."""
         if self._flags:
             self._send()
@@ -157,7 +173,7 @@ class GuardedScheduler:
     def _look(self, steps: list[int], by_rank: Tensor, arrived: torch.Event | None) -> None:
         if arrived is not None:
             arrived.synchronize()
-        ranks = dist.get_process_group_ranks(self.axis.group) if self.axis.group else [0]
+        ranks = self.axis.ranks()
         for step, finite in zip(steps, by_rank.T.tolist(), strict=True):
             wrong = [rank for rank, fine in zip(ranks, finite, strict=True) if not fine]
             if wrong:

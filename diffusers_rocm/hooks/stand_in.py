@@ -8,6 +8,13 @@ def stands_in_for(cls: type) -> Callable[[type], type]:
     """Decorates a subclass of `cls` that answers to its name, in messages, plans and checkpoints."""
 
     def named(subclass: type) -> type:
+        @functools.wraps(cls.__init__)  # diffusers looks at the signature
+        def made_plain(self, *args, **kwargs):
+            # By `type(pipe)(...)`, say: nothing hangs on the new one.
+            self.__class__ = cls
+            cls.__init__(self, *args, **kwargs)
+
+        subclass.__init__ = made_plain
         subclass.__name__, subclass.__qualname__, subclass.__module__ = cls.__name__, cls.__qualname__, cls.__module__
         subclass.stands_in = True
         return subclass

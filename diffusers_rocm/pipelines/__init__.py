@@ -47,6 +47,8 @@ def parallelize(
     """
     if graph and not torch.cuda.is_available():
         raise ValueError("graph=True needs a GPU of CUDA or ROCm, and torch sees none")
+    if hasattr(pipe, "parallel_call"):
+        raise ValueError(f"this {type(pipe).__name__} is parallel already; one with its components is so by itself")
     check_choices(rank_check=rank_check, vae=vae)
     check_vae(pipe, vae)
     denoisers = denoisers_of(pipe)

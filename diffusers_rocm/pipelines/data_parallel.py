@@ -4,6 +4,7 @@ Each replica makes as many as any other, so that none waits long: what is over i
 """
 
 import contextlib
+import functools
 import math
 import re
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 from torch import Tensor
 
@@ -48,6 +50,8 @@ def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping
     prompts = _count_prompts(arguments)
     per_prompt = next((arguments[name] for name in _PER_PROMPT if arguments.get(name)), 1)
     total = prompts * per_prompt
+    if total == 0:
+        raise ValueError(f"{type(pipe).__name__} is given no prompts")
     shares = [range(*Block(total, 1).bounds(rank, dp.size)) for rank in range(dp.size)]
     count = math.ceil(total / dp.size)
     wanted = [[*share, *[(share or range(total))[-1]] * (count - len(share))] for share in shares]
@@ -129,29 +133,47 @@ def _draw_for_all(
 ) -> Iterator[None]:
     """One generator serves all pictures: each replica draws for all of them, and takes its own.
 
-    Pipelines and schedulers draw by diffusers' `randn_tensor`, under that name.
+    Pipelines and schedulers draw by `torch.randn`, or by diffusers' `randn_tensor`, which calls it. What a VAE draws
+    is for the picture to begin with, which is one for all.
+
+    Raises:
+        ValueError: something else drew from it, and no replica knows what the others would have.
     """
-    classes = [cls for each in (pipe, pipe.scheduler) for cls in type(each).__mro__]
-    modules = {cls.__module__: sys.modules[cls.__module__] for cls in classes}
-    found = {module: module.randn_tensor for module in modules.values() if hasattr(module, "randn_tensor")}
-
-    def drawing(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def randn_tensor(shape, *args, **kwargs):
-            given = kwargs.get("generator", args[0] if args else None)
-            if given is not generator or shape[0] != len(mine):
-                return original(shape, *args, **kwargs)
-            return original((total, *shape[1:]), *args, **kwargs)[mine]
-
-        return randn_tensor
-
-    try:
-        for module, original in found.items():
-            if generator is not None:
-                module.randn_tensor = drawing(original)
+    if generator is None:
         yield
+        return
+    original, known = torch.randn, generator.get_state()
+    classes = [cls for each in (pipe, pipe.scheduler) for cls in type(each).__mro__]
+    modules = {cls.__module__ for cls in classes}
+
+    def check() -> None:
+        if not torch.equal(generator.get_state(), known):
+            raise ValueError(
+                f"{type(pipe).__name__} draws from its generator by other means than torch.randn, which dp cannot "
+                "share; give one generator for each picture"
+            )
+
+    @functools.wraps(original)
+    def randn(*size, **kwargs):
+        nonlocal known
+        if kwargs.get("generator") is not generator:
+            return original(*size, **kwargs)
+        check()
+        shape = kwargs.pop("size", size[0] if size and not isinstance(size[0], int) else size)
+        caller = sys._getframe(1)
+        if caller.f_code is randn_tensor.__code__:
+            caller = caller.f_back
+        shared = caller.f_globals["__name__"] in modules and len(shape) > 0 and shape[0] == len(mine)
+        drawn = original((total, *shape[1:]) if shared else shape, **kwargs)
+        known = generator.get_state()
+        return drawn[mine] if shared else drawn
+
+    torch.randn = randn
+    try:
+        yield
+        check()
     finally:
-        for module, original in found.items():
-            module.randn_tensor = original
+        torch.randn = original
 
 
 def _settle(generator: Any, shares: list[range], dp: Axis) -> None:

@@ -39,7 +39,10 @@ from .quantization import torchao_config
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The pictures or videos to make; None leaves a value to the pipeline's own default, and a seed to chance."""
+    """The pictures or videos to make; None leaves a value to the pipeline's own default.
+
+    Each prompt is made with each of the seeds; without any, with one that is left to chance and those that follow it.
+    """
 
     model: str
     prompts: tuple[str, ...]
@@ -57,7 +60,8 @@ class GenerationRequest:
     num_frames: int | None = None
     fps: int = 16
     max_sequence_length: int | None = None
-    seed: int | None = None
+    seeds: tuple[int, ...] = ()
+    num_images_per_prompt: int = 1
     dtype: str = "auto"
     device: str | None = None
     lora: str | None = None
@@ -206,17 +210,18 @@ def generate(request: GenerationRequest) -> list[Path]:
         transformers.utils.logging.disable_progress_bar()
     pipe, axes = load(request, device)
     arguments = call_arguments(type(pipe), request)
-    seed = random.SystemRandom().randrange(2**31) if request.seed is None else request.seed
-    seed = broadcast_from_first(torch.tensor(seed), axes.world).item()
+    chance = broadcast_from_first(torch.tensor(random.SystemRandom().randrange(2**31)), axes.world).item()
+    seeds = request.seeds or range(chance, chance + request.num_images_per_prompt)
+    wanted = [(prompt, seed) for prompt in request.prompts for seed in seeds]
     loaded = time.perf_counter() - started
 
     bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
     pipe.set_progress_bar_config(disable=not first, bar_format=bar)
     timer, files, images = StepTimer(device, pipe.scheduler), [], []
-    for start in range(0, len(request.prompts), axes.dp.size):
-        prompts = list(request.prompts[start : start + axes.dp.size])  # one for each replica
-        # Drawn on the CPU: the same numbers on every rank, device and world size.
-        generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+    for start in range(0, len(wanted), axes.dp.size):
+        # One for each replica. Drawn on the CPU: the same numbers on every rank, device and world size.
+        turn = wanted[start : start + axes.dp.size]
+        prompts, generators = [prompt for prompt, _ in turn], [torch.Generator().manual_seed(seed) for _, seed in turn]
         done = len(timer.steps)
         timer.start()
         decodes = request.vae != "first-rank" or axes.replica.rank == 0
@@ -229,7 +234,7 @@ def generate(request: GenerationRequest) -> list[Path]:
         peaks = peak_memory(axes.world, device)
         if not first:
             continue
-        for index, (prompt, made) in enumerate(zip(prompts, _outputs(result), strict=True), start):
+        for index, ((prompt, seed), made) in enumerate(zip(turn, _outputs(result), strict=True), start):
             file = _write(made, Path(request.out, file_stem(index, prompt, seed)), request.fps)
             frame = made[0] if isinstance(made, list) else made
             record = {
@@ -258,7 +263,7 @@ def generate(request: GenerationRequest) -> list[Path]:
 
     if first:
         if request.contact_sheet is not None:
-            contact_sheet(images, request.prompts, Path(request.contact_sheet))
+            contact_sheet(images, [prompt for prompt, _ in wanted], Path(request.contact_sheet))
             print(f"contact sheet: {request.contact_sheet}")
         if axes.replica.size > 1 and pipe.text_encoder_modes:
             print(f"text encoders: {', '.join(f'{name} {mode}' for name, mode in pipe.text_encoder_modes.items())}")
@@ -272,7 +277,7 @@ def generate(request: GenerationRequest) -> list[Path]:
 
 
 # What the records leave out of the request.
-NOT_OF_ONE_PICTURE = ("prompts", "seed", "out", "contact_sheet", *AXES)
+NOT_OF_ONE_PICTURE = ("prompts", "seeds", "num_images_per_prompt", "out", "contact_sheet", *AXES)
 
 
 def _outputs(result: BaseOutput) -> list:

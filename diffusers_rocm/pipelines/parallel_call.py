@@ -1,17 +1,19 @@
 """What happens around a pipeline's call: ranks that share a picture draw the same numbers, and none is idle."""
 
+import copy
 import functools
 import inspect
+import re
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from ..distributed import name_ranks
 from ..distributed.agreement import agree
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
@@ -25,7 +27,7 @@ class ParallelCall:
     """Hangs on pipelines with the same denoiser, around their calls, until `remove()`."""
 
     def __init__(self, pipe: DiffusionPipeline, axes: Axes, guard: GuardedScheduler):
-        self._axes, self._guard, self._check = axes, guard, guard.check
+        self._axes, self._guard, self._check, self._calls = axes, guard, guard.check, 0
         self._pipes: weakref.WeakSet[DiffusionPipeline] = weakref.WeakSet()
         self.hang_on(pipe)
 
@@ -51,12 +53,21 @@ class ParallelCall:
         self._guard.follow(pipe.scheduler)
 
         def guarded(**arguments: Any) -> Any:
-            result = call(**arguments)
-            self._guard.end_run()
-            return result
+            try:
+                with self._guard.run():
+                    return call(**arguments)
+            except RuntimeError as error:
+                if re.search("timed? ?out", str(error), re.IGNORECASE) is None:
+                    raise
+                raise RuntimeError(
+                    f"{name_ranks(self._axes.world.ranks())} make pictures together, and one of them did not answer "
+                    f"in time: it has stopped, or is at another call ({error})"
+                ) from error
 
         if "generator" in known:
-            arguments["generator"] = _generators(arguments.get("generator"), self._axes.world, self._check)
+            self._calls += 1
+            given = arguments.get("generator")
+            arguments["generator"] = _generators(given, self._calls, self._axes.world, self._check)
         if self._axes.cfg.size > 1:
             defaults = {name: each.default for name, each in known.items()}
             reason = _no_guidance(pipe, defaults | arguments)
@@ -120,20 +131,26 @@ def wrap_register_modules(original: Callable) -> Callable:
     return register_modules
 
 
-def _generators(given: Any, axis: Axis, check: bool) -> Any:
+def _generators(given: Any, calls: int, axis: Axis, check: bool) -> Any:
     """The caller's generators; a new one, the same on all ranks, if there are none.
 
+    Args:
+        calls: that this rank has made of the pipelines that share a denoiser.
+
     Raises:
-        ValueError: to be checked, and some ranks have other generators, or other seeds, or none.
+        ValueError: ranks at different calls; to be checked, and some ranks have other generators, or seeds, or none.
     """
     generators = given if isinstance(given, list) else [] if given is None else [given]
     states = zlib.crc32(b"".join(each.get_state().numpy().tobytes() for each in generators))
     seed = generators[0].initial_seed() if generators else torch.randint(2**62, ()).item()
     # Numbers of 64 bits: a seed may have no sign.
-    rows = all_gather_int64(torch.tensor([len(generators), states, seed - (seed >= 2**63) * 2**64]), axis)
-    if check and len({(count, state) for count, state, _ in rows.tolist()}) > 1:
-        ranks = dist.get_process_group_ranks(axis.group)
-        seen = [f"seed {seed}" if count else "none" for count, _, seed in rows.tolist()]
+    row = [len(generators), states, seed - (seed >= 2**63) * 2**64, calls]
+    rows, ranks = all_gather_int64(torch.tensor(row), axis), axis.ranks()
+    if len(set(rows[:, 3].tolist())) > 1:
+        seen = ", ".join(f"{call} on rank {rank}" for call, rank in zip(rows[:, 3].tolist(), ranks, strict=True))
+        raise ValueError(f"the ranks are at different calls ({seen}): some have left one by an error, start them anew")
+    if check and len({(count, state) for count, state, *_ in rows.tolist()}) > 1:
+        seen = [f"seed {seed}" if count else "none" for count, _, seed, _ in rows.tolist()]
         seen = ", ".join(f"{each} on rank {rank}" for each, rank in zip(seen, ranks, strict=True))
         raise ValueError(f"the ranks were given different generators ({seen}); give all the same, or none")
     if generators:
@@ -143,6 +160,11 @@ def _generators(given: Any, axis: Axis, check: bool) -> Any:
 
 def _no_guidance(pipe: DiffusionPipeline, arguments: Mapping[str, Any]) -> str | None:
     """Why this call runs no classifier-free guidance; None where it does, or where only its steps will tell."""
+    guider = getattr(pipe, "guider", None)
+    if hasattr(guider, "num_conditions"):
+        anew = copy.copy(guider)
+        anew._num_inference_steps = None  # an earlier run may have ended without guidance
+        return f"its {type(guider).__name__} asks for one prediction a step" if anew.num_conditions == 1 else None
     if "true_cfg_scale" in arguments:
         scale = arguments["true_cfg_scale"]
         if scale <= 1:

@@ -91,6 +91,21 @@ class TestGenerate(unittest.TestCase):
         assert len(record["peak_memory_bytes"]) == 3 and min(record["peak_memory_bytes"]) > 1e8
         assert record["load_seconds"] > 0 and record["versions"]["torch"] == torch.__version__
 
+    def test_seeds_over_replicas(self):
+        common = ("--prompt", RED_CIRCLE, "--prompt", "a large green star", "--steps", 2)
+        for name, options in {
+            "1": ("--seed", "5,6,7"),
+            "dp": ("--seed", 5, "--num-images-per-prompt", 3, "--dp", 2),
+        }.items():
+            result = run(*common, *options, "--out", self.folder / name)
+            assert result.returncode == 0 and "6 picture(s)" in result.stdout, result.stderr
+        names = [file.name for file in sorted((self.folder / "1").glob("*.png"))]
+        assert [name.rpartition("seed")[2] for name in names] == ["5.png", "6.png", "7.png"] * 2
+        assert names == [file.name for file in sorted((self.folder / "dp").glob("*.png"))]
+        single, spread = pixels(self.folder / "1"), pixels(self.folder / "dp")
+        assert max(np.abs(a.astype(int) - b).max() for a, b in zip(single, spread, strict=True)) <= 1
+        assert len({x.tobytes() for x in single}) == 6
+
     def test_under_torchrun_and_without_a_seed(self):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
         command = [*launcher, "-m", "diffusers_rocm", "generate", "--prompt", RED_CIRCLE, "--tp", "2", "--steps", "2"]
@@ -285,6 +300,15 @@ class TestBadInput(unittest.TestCase):
             ("sheet is no PNG", ["--prompt", "x", "--contact-sheet", "{folder}/sheet"], "does not end in .png"),
             ("no such LoRA", ["--prompt", "x", "--lora", "{folder}/lora"], "lora: no such file"),
             ("huge seed", ["--prompt", "x", "--seed", "99999999999999999999"], "--seed must be from 0"),
+            ("no seed", ["--prompt", "x", "--seed", "1,two"], "--seed takes a number, or some with commas"),
+            ("seeds", ["--prompt", "x", "--seed", "1,2", "--num-images-per-prompt", "3"], "3, but 2 seeds: drop it"),
+            ("no pictures", ["--prompt", "x", "--num-images-per-prompt", "0"], "must be at least 1; got 0"),
+            ("graph", ["--prompt", "x", "--graph", "--device", "cpu"], "--graph needs a GPU"),
+            (
+                "guidance of cfg",
+                ["--prompt", "x", "--negative-prompt", "y", "--cfg", "2", "--guidance", "1"],
+                "--guidance 1.0 runs none",
+            ),
             ("negative seed", ["--prompt", "x", "--seed", "-1"], "--seed must be from 0"),
             ("no number", ["--prompt", "x", "--guidance", "nan"], "--guidance must be a finite number"),
             ("index is a list", ["--prompt", "x", "--model", "{folder}/list"], "not that of a pipeline"),

@@ -62,12 +62,12 @@ def scheduler_errors_worker() -> dict:
 
     def run(count: int, bad_at: int, bad: torch.Tensor, steps: int | None = None) -> str:
         """After which step it is said, and what; an image to image pipeline takes the last of the steps only."""
-        scheduler.set_timesteps(count)
         try:
-            for step in range(steps or count):
-                scheduler.step(bad if step == bad_at else good)
-            step = "end"
-            guard.end_run()
+            with guard.run():
+                scheduler.set_timesteps(count)
+                for step in range(steps or count):
+                    scheduler.step(bad if step == bad_at else good)
+                step = "end"
         except FloatingPointError as error:
             return f"{step} {error}"
         return "nothing"
@@ -80,9 +80,13 @@ def scheduler_errors_worker() -> dict:
     scheduler.step(good), scheduler.step(bad)  # and somebody stopped it
     messages["next"] = run(3, 9, bad)
     sound = copy.deepcopy(scheduler)
-    scheduler.set_timesteps(4), sound.set_timesteps(4)
-    scheduler.step(good), sound.step(good), scheduler.step(good), sound.step(bad)
-    messages["sound"] = message_of(FloatingPointError, guard.end_run)
+
+    def with_sound() -> None:
+        with guard.run():
+            scheduler.set_timesteps(4), sound.set_timesteps(4)
+            scheduler.step(good), sound.step(good), scheduler.step(good), sound.step(bad)
+
+    messages["sound"] = message_of(FloatingPointError, with_sound)
     unchecked = Scheduler()
     GuardedScheduler(unchecked, world_axis(), check=False)
     unchecked.set_timesteps(3, shift=rank)
@@ -121,6 +125,7 @@ def inputs_worker(always: bool) -> dict:
     guard = InputGuard(module, world_axis(), always)
     module.register_forward_pre_hook(lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     base = torch.linspace(-1, 1, 100)
+    guard.in_pipeline = True
     results = {"class": type(module).__name__}
     module(base * (1 + 1e-4 * rank))
     results["synchronised"] = torch.equal(seen[-1][0][0], base)

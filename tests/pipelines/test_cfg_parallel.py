@@ -2,17 +2,20 @@
 
 import functools
 import unittest
+from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, HiDreamImagePipeline, StableDiffusion3PAGPipeline, WanPipeline
+from diffusers.guiders import ClassifierFreeGuidance
 from packaging.version import Version
 from parameterized import parameterized
 
 from diffusers_rocm import CFGParallelConfig, ParallelConfig, parallelize
 from diffusers_rocm.hooks.around_call import AroundCall
 from diffusers_rocm.pipelines.denoisers import denoisers_of
+from diffusers_rocm.pipelines.parallel_call import _no_guidance
 
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
@@ -295,6 +298,19 @@ class TestCFGParallel(unittest.TestCase):
             assert "before it had called it 2 times" in messages["quiet"] and messages["quiet rows"] == 1, messages
             assert messages["after"] == "True"
             assert "before it had called it 2 times" in messages["three calls"]
+
+    def test_guiders_that_guide_nothing(self):
+        """They count predictions by the step, which is that of an earlier run."""
+        off = "its ClassifierFreeGuidance asks for one prediction a step"
+        for guider, wanted in (
+            (ClassifierFreeGuidance(guidance_scale=3.0), None),
+            (ClassifierFreeGuidance(guidance_scale=1.0), off),
+            (ClassifierFreeGuidance(guidance_scale=3.0, stop=0.5), None),
+            (ClassifierFreeGuidance(guidance_scale=3.0, enabled=False), off),
+        ):
+            assert _no_guidance(SimpleNamespace(guider=guider), {}) == wanted
+            guider.set_state(step=3, num_inference_steps=4, timestep=torch.tensor(0))
+            assert _no_guidance(SimpleNamespace(guider=guider), {}) == wanted
 
     def test_rows_that_are_not_where_others_are(self):
         for errors in run_ranks(2, layers_worker):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import FluxPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, LTXImageToVideoPipeline
 from parameterized import parameterized
 from PIL import Image
 
@@ -15,7 +15,8 @@ from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import relative_l2, run_ranks
-from .testing_utils import PIPELINES, build, latents
+from .testing_utils import PIPELINES, build, latents, ltx, ltx_call
+from .testing_vaes import TINY_VAES
 
 
 def generators(kind: str, pictures: int):
@@ -115,6 +116,9 @@ def errors_worker() -> dict[str, str]:
             latents(pipe, arguments, seed=None, **changes)
         messages[name] = str(caught.value)
 
+    arguments["prompt_embeds"] = arguments["prompt_embeds"][:0]
+    refuse("none")
+    arguments = PIPELINES["flux"].call(3)
     refuse("generators", generator=[torch.Generator().manual_seed(index) for index in range(2)])
     picture, seeded = Image.new("RGB", (16, 16)), [torch.Generator().manual_seed(index) for index in range(3)]
     refuse("twice", generator=[torch.Generator()] * 3)
@@ -129,6 +133,34 @@ def errors_worker() -> dict[str, str]:
     pipe.transformer.disable_parallelism()
     messages["afterwards"] = str(latents(pipe, arguments).shape[0])
     return messages
+
+
+def own_draws_worker(prompts: int) -> dict:
+    """A pipeline that draws for its VAE by itself, and a scheduler that draws by other means."""
+    picture = Image.fromarray((np.random.RandomState(0).rand(64, 96, 3) * 255).astype("uint8"))
+    arguments = {"image": picture, "decode_timestep": 0.05, "decode_noise_scale": 0.025, "output_type": "np"}
+    arguments |= ltx_call(prompts) | {"num_inference_steps": 2}
+    pipes, answers, after = [], [], []
+    for _ in range(2):
+        transformer, scheduler = ltx().transformer, FlowMatchEulerDiscreteScheduler()
+        pipe = LTXImageToVideoPipeline(scheduler, TINY_VAES["ltx_timestep"].build(), None, None, transformer)
+        pipe.set_progress_bar_config(disable=True)
+        pipes.append(pipe)
+    parallelize(pipes[1], ParallelConfig(dp=2))
+    for pipe in pipes:
+        generator = torch.Generator().manual_seed(7)
+        answers.append(torch.from_numpy(pipe(**arguments, generator=generator).frames))
+        after.append(generator.get_state())
+
+    generator = torch.Generator().manual_seed(7)
+    pipes[1].transformer.register_forward_hook(lambda *_: torch.rand(1, generator=generator) and None)
+    with pytest.raises(ValueError) as caught:
+        pipes[1](**arguments, generator=generator)
+    return {
+        "errors": [relative_l2(a, b) for a, b in zip(answers[1], answers[0], strict=True)],
+        "same state": torch.equal(*after),
+        "message": str(caught.value),
+    }
 
 
 # Prompts, pictures of each, generators, stochastic schedule.
@@ -149,6 +181,12 @@ CASES = [
 
 
 class TestDataParallel(unittest.TestCase):
+    @parameterized.expand([(2,), (3,)])
+    def test_what_pipelines_draw_by_themselves(self, prompts):
+        for result in run_ranks(2, own_draws_worker, prompts):
+            assert len(result["errors"]) == prompts and max(result["errors"]) <= FLOAT32_BAR, result
+            assert result["same state"] and "draws from its generator by other means" in result["message"], result
+
     @parameterized.expand(CASES)
     def test_whole_loop(self, name, degrees, prompts, per_prompt, kind, stochastic):
         world = torch.Size(degrees.values()).numel()
@@ -164,6 +202,7 @@ class TestDataParallel(unittest.TestCase):
     def test_errors(self):
         for messages in run_ranks(2, errors_worker):
             assert "2 generators for 3 pictures" in messages["generators"]
+            assert "is given no prompts" in messages["none"]
             assert "3 generators for 3 pictures; give one, or one of its own for each" in messages["twice"]
             assert "3 of image and 3 prompts" in messages["pictures"]
             assert "with image and dp=2, give one generator for all" in messages["drawn with"]
