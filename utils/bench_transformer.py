@@ -6,11 +6,12 @@
 A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the whole step as a CUDA graph. NAME is `single`
 (one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step),
 `diffusers-tp` (DTensor, diffusers 0.40 or later), or any mesh: `ring4`, `ulysses2tp2`, `cfg2ulysses2`, in the order
-cfg, ring, ulysses, tp, with `-allgather` after it for the other way round the ring, and `diffusers-` before it for
-diffusers' own. `@BACKEND` at the end of a name sets diffusers' attention backend. The speed-up of a mode is over the
-`single` of the same flags, so name that first; the error is against the same weights and inputs in float32. One
-forward is one step; with `--guidance` a step is two, with another text in the second. `--resolution`, `--double`,
-`--single`, `--dtype` and `--width` change the shape, so that the script can be tried on a CPU.
+cfg, ring, ulysses, tp, with `-allgather` after it for the other way round the ring and `-int8` for activations sent in
+8 bits, and `diffusers-` before it for diffusers' own. `@BACKEND` at the end of a name sets diffusers' attention
+backend. The speed-up of a mode is over the `single` of the same flags, so name that first; the error is against the
+same weights and inputs in float32. One forward is one step; with `--guidance` a step is two, with another text in the
+second. `--resolution`, `--double`, `--single`, `--dtype` and `--width` change the shape, so that the script can be
+tried on a CPU.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def inputs(args: argparse.Namespace, device: torch.device) -> dict:
     return {**MODELS[args.model][1](args, randn, device), "return_dict": False}
 
 
-MESH = re.compile(r"(diffusers-)?(?:cfg(\d+))?(?:ring(\d+))?(?:ulysses(\d+))?(?:tp(\d+))?(-allgather)?")
+MESH = re.compile(r"(diffusers-)?(?:cfg(\d+))?(?:ring(\d+))?(?:ulysses(\d+))?(?:tp(\d+))?(-allgather)?(-int8)?")
 
 
 def enable(name: str, model: torch.nn.Module) -> None:
@@ -147,13 +148,16 @@ def enable(name: str, model: torch.nn.Module) -> None:
         found = MESH.fullmatch(name)
         if found is None:
             raise ValueError(f"unknown mode {name!r}")
-        theirs, *degrees, gathered = found.groups()
+        theirs, *degrees, gathered, rounded = found.groups()
         cfg, ring, ulysses, tp = (int(degree or 1) for degree in degrees)
         if theirs:
             config = diffusers.ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
         else:
-            method = "allgather" if gathered else "p2p"
-            config = diffusers_rocm.ParallelConfig(cfg=cfg, ring=ring, ulysses=ulysses, tp=tp, rotate_method=method)
+            ways = {
+                "rotate_method": "allgather" if gathered else "p2p",
+                "communication": "int8" if rounded else "exact",
+            }
+            config = diffusers_rocm.ParallelConfig(cfg=cfg, ring=ring, ulysses=ulysses, tp=tp, **ways)
         model.enable_parallelism(config=config)
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import default_device_type
+from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.launching import check_port, end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
 from ..pipelines.choices import CHOICES
@@ -64,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
+    parser.add_argument(
+        "--communication",
+        default=EXACT,
+        choices=COMMUNICATION,
+        help="int8: ranks send each other activations in 8 bits, for slow links; lossy",
+    )
     parser.add_argument("--graph", action="store_true", help="replay the denoiser's step as a CUDA or HIP graph")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
     parser.add_argument(
@@ -261,6 +268,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         lora=args.lora,
         compile=args.compile,
         graph=args.graph,
+        communication=args.communication,
         timeout=args.timeout,
         out=str(args.out),
         contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import default_device_type
+from .compression import EXACT
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Axis:
         size: number of ranks on the axis.
         first: global rank of the axis' first rank, the source of broadcasts.
         device: where the group's collectives want their tensors.
+        communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
     """
 
     name: str
@@ -28,6 +30,7 @@ class Axis:
     size: int
     first: int
     device: torch.device
+    communication: str = EXACT
 
     def ranks(self) -> list[int]:
         """Global ranks of the axis, in its order."""

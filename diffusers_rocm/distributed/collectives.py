@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from .axis import Axis
+from .compression import EXACT, GROUP, compress, compressed_size, decompress
 
 
 # torch 2.13 renamed it
@@ -27,6 +28,19 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return funcol.all_reduce(x, "sum", axis.group)
     dist.all_reduce(x, group=axis.group)
     return x
+
+
+def _sum_compressed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum of `x` (any shape) over the axis, in 8 bits: parts to the rank that sums them in float32, then the sums."""
+    count = x.numel()
+    each = -(-count // (axis.size * GROUP)) * GROUP
+    flat = torch.nn.functional.pad(x.flatten(), (0, axis.size * each - count))
+    sizes = (compressed_size(each),) * axis.size
+    received = _exchange(compress(flat), sizes, sizes, axis)
+    parts = decompress(received, axis.size * each, torch.float32).view(axis.size, each)
+    parts[axis.rank] = flat[axis.rank * each : (axis.rank + 1) * each]  # this rank's own was not rounded
+    sums = all_gather_stacked(compress(parts.sum(0)), axis).flatten()
+    return decompress(sums, count, x.dtype).view(x.shape)
 
 
 def all_gather_stacked(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -52,6 +66,27 @@ def all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -
     if dim == 0 and min(sizes) == max(sizes):
         return stacked.flatten(0, 1)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked.unbind(0), sizes, strict=True)], dim)
+
+
+def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    row, records = x[0].numel(), compress(x.flatten())
+    lengths = tuple(compressed_size(size * row) for size in sizes)
+    parts = all_gather(records, lengths, axis, 0).split(lengths)
+    whole = [decompress(part, size * row, x.dtype) for part, size in zip(parts, sizes, strict=True)]
+    return torch.cat(whole).view(-1, *x.shape[1:])
+
+
+def _exchange_compressed(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    if any(count % GROUP for count in send):
+        records = torch.cat([compress(part) for part in x.split(send)])
+    else:
+        records = compress(x)
+    lengths = tuple(map(compressed_size, receive))
+    received = _exchange(records, tuple(map(compressed_size, send)), lengths, axis)
+    if any(count % GROUP for count in receive):
+        parts = zip(received.split(lengths), receive, strict=True)
+        return torch.cat([decompress(part, count, x.dtype) for part, count in parts])
+    return decompress(received, sum(receive), x.dtype)
 
 
 def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
@@ -228,6 +263,10 @@ def _needs_grad(x: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
+# Elements of a sum below which 8 bits are not worth their launches: it is latency that small messages cost.
+COMPRESSED_FROM = 1 << 16
+
+
 def copy_to_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A replicated tensor enters a sharded region: identity; the gradients of the ranks are summed.
 
@@ -238,7 +277,10 @@ def copy_to_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def reduce_from_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Partial sums leave a sharded region: their sum over the axis; the gradient passes as it is."""
-    return _Reduce.apply(x, axis) if _needs_grad(x) else all_reduce(x, axis)
+    if _needs_grad(x):
+        return _Reduce.apply(x, axis)
+    compressed = axis.communication != EXACT and x.numel() >= COMPRESSED_FROM
+    return _sum_compressed(x, axis) if compressed else all_reduce(x, axis)
 
 
 def sum_over_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -251,9 +293,18 @@ def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: i
     return _Gather.apply(x, sizes, axis, dim) if _needs_grad(x) else all_gather(x, sizes, axis, dim)
 
 
+def gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """Activations [sizes[rank], ...] of all ranks, joined along dim 0."""
+    if _needs_grad(x) or axis.communication == EXACT:
+        return gather_from_axis(x, sizes, axis, 0)
+    return _all_gather_compressed(x, sizes, axis)
+
+
 def exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
     """All-to-all: `x` [sum(send)] holds `send[i]` elements for each rank i; returns [sum(receive)], in rank order."""
-    return _Exchange.apply(x, send, receive, axis) if _needs_grad(x) else _exchange(x, send, receive, axis)
+    if _needs_grad(x):
+        return _Exchange.apply(x, send, receive, axis)
+    return (_exchange if axis.communication == EXACT else _exchange_compressed)(x, send, receive, axis)
 
 
 def share_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:

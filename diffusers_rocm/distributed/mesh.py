@@ -6,7 +6,7 @@ and the lightest (cfg, dp: one exchange a step, or one a picture) between nodes.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,13 @@ class Axes:
         joined = {"context": AXES[2:4], "model": AXES[2:], "replica": AXES[1:], "world": AXES}
         members = {name: (name,) for name in AXES} | joined
         return cls(**{name: _axis(mesh, name, members[name]) for name in members})
+
+    def sending(self, communication: str) -> "Axes":
+        """These, with activations of a forward sent so."""
+        changed = {
+            name: replace(getattr(self, name), communication=communication) for name in ("ring", "ulysses", "tp")
+        }
+        return replace(self, **changed)
 
     def __str__(self) -> str:
         sizes = {name: getattr(self, name).size for name in AXES}

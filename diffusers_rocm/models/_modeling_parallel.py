@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.agreement import agree
 from ..distributed.axis import Axis
+from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.mesh import AXES, Axes, check_mesh, mesh_axes
 from ..registration import TensorParallelConfigBase
 
@@ -31,11 +32,20 @@ def _agree_with_mesh(given: Mapping[str, int | None], mesh: DeviceMesh | None, n
     return degrees
 
 
+ROTATE_METHODS = ("p2p", "allgather")
+
+
+def _check_word(name: str, word: str, words: tuple[str, ...]) -> None:
+    if word not in words:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, words))}; got {word!r}")
+
+
 class _Config:
     """What the package asks of every config."""
 
     mesh: DeviceMesh | None = None
     rotate_method = "p2p"
+    communication = EXACT
 
     def degrees(self) -> dict[str, int]:
         """Axis -> number of ranks, outermost first."""
@@ -50,12 +60,14 @@ class _Config:
         """
         everyone = Axis.of_all() if self.mesh is None else mesh_axes(self.degrees(), self.mesh).world
         # Ranks that make different groups would wait for each other.
-        agree("configs", dict.fromkeys(AXES, 1) | self.degrees() | {"rotate_method": self.rotate_method}, everyone)
-        return mesh_axes(self.degrees(), self.mesh)
+        ways = {"rotate_method": self.rotate_method, "communication": self.communication}
+        agree("configs", dict.fromkeys(AXES, 1) | self.degrees() | ways, everyone)
+        return mesh_axes(self.degrees(), self.mesh).sending(self.communication)
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={degree}" for name, degree in self.degrees().items())
-        return f"{type(self).__name__}({arguments})"
+        arguments = [f"{name}={degree}" for name, degree in self.degrees().items()]
+        arguments += [f"communication={self.communication!r}"] * (self.communication != EXACT)
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class TensorParallelConfig(_Config, TensorParallelConfigBase):
@@ -66,13 +78,22 @@ class TensorParallelConfig(_Config, TensorParallelConfigBase):
         tp_degree: diffusers' name for `tp`.
         mesh: a 1-D `DeviceMesh`, or one with an axis named `"tp"`; `tp` follows from it. Without it the mesh is made
             of all ranks.
+        communication: `"exact"`, or `"int8"`: what the ranks send each other of the activations is rounded to 8 bits,
+            for links that are slow. Lossy: docs/numerics.md.
 
     Raises:
         ValueError: `tp` and `tp_degree` (or `mesh`) that contradict each other, a degree below 1, a mesh of several
             axes without one named `"tp"`.
     """
 
-    def __init__(self, tp: int | None = None, *, tp_degree: int | None = None, mesh: DeviceMesh | None = None):
+    def __init__(
+        self,
+        tp: int | None = None,
+        *,
+        tp_degree: int | None = None,
+        mesh: DeviceMesh | None = None,
+        communication: str = EXACT,
+    ):
         if tp is not None and tp_degree is not None and tp != tp_degree:
             raise ValueError(f"tp={tp} and its alias tp_degree={tp_degree} differ; give one of them")
         degree = tp if tp is not None else tp_degree
@@ -83,6 +104,8 @@ class TensorParallelConfig(_Config, TensorParallelConfigBase):
             mesh = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("tp",))
         degrees = _agree_with_mesh({"tp": degree}, mesh, {})
         super().__init__(tp_degree=degrees["tp"], mesh=mesh)
+        _check_word("communication", communication, COMMUNICATION)
+        self.communication = communication
 
     @property
     def tp(self) -> int:
@@ -110,6 +133,7 @@ class ContextParallelConfig(_Config, diffusers.ContextParallelConfig):
             `"allgather"` gathers those of some heads while it computes with those before.
         mesh: a `DeviceMesh` with axes named `"ring"` and `"ulysses"`, or one of them; the degrees follow from it.
             Without it the mesh is made of all ranks.
+        communication: as in `TensorParallelConfig`.
         convert_to_fp32: accepted as diffusers does; parts are always merged in float32.
 
     Raises:
@@ -125,12 +149,15 @@ class ContextParallelConfig(_Config, diffusers.ContextParallelConfig):
         mesh: DeviceMesh | None = None,
         ulysses_anything: bool = False,
         ring_anything: bool = False,
+        communication: str = EXACT,
     ):
         given = {"ring": ring_degree, "ulysses": ulysses_degree}
         for name, degree in given.items():
             if degree is not None:
                 _check_degree(f"{name}_degree", degree)
-        _check_rotate_method(rotate_method)
+        _check_word("rotate_method", rotate_method, ROTATE_METHODS)
+        _check_word("communication", communication, COMMUNICATION)
+        self.communication = communication
         degrees = _agree_with_mesh(given, mesh, {name: f"{name}_degree" for name in given})
         self.ring_degree, self.ulysses_degree = degrees["ring"], degrees["ulysses"]
         if self.ring_degree == self.ulysses_degree == 1:
@@ -142,15 +169,11 @@ class ContextParallelConfig(_Config, diffusers.ContextParallelConfig):
         return {"ring": self.ring_degree, "ulysses": self.ulysses_degree}
 
     def __repr__(self) -> str:
+        lossy = f", communication={self.communication!r}" if self.communication != EXACT else ""
         return (
             f"ContextParallelConfig(ring_degree={self.ring_degree}, ulysses_degree={self.ulysses_degree}, "
-            f"rotate_method={self.rotate_method!r})"
+            f"rotate_method={self.rotate_method!r}{lossy})"
         )
-
-
-def _check_rotate_method(rotate_method: str) -> None:
-    if rotate_method not in ("p2p", "allgather"):
-        raise ValueError(f'rotate_method must be "p2p" or "allgather"; got {rotate_method!r}')
 
 
 class CFGParallelConfig(_Config):
@@ -196,7 +219,7 @@ class ParallelConfig(_Config, diffusers.ParallelConfig):
         dp: replicas, each with prompts of its own.
         cfg: branches of classifier-free guidance: 2, or 1.
         ring, ulysses, rotate_method: as in `ContextParallelConfig`.
-        tp: as in `TensorParallelConfig`.
+        tp, communication: as in `TensorParallelConfig`.
         mesh: a `DeviceMesh` whose axes have these names, in this order; the degrees follow from it. Without it the
             mesh is made of all ranks, and the product of the degrees must be their number.
         context_parallel_config, tensor_parallel_config: in place of `ring` and `ulysses`, and of `tp`.
@@ -218,6 +241,7 @@ class ParallelConfig(_Config, diffusers.ParallelConfig):
         ulysses: int | None = None,
         tp: int | None = None,
         rotate_method: str | None = None,
+        communication: str | None = None,
         mesh: DeviceMesh | None = None,
     ):
         given = {"dp": dp, "cfg": cfg, "ring": ring, "ulysses": ulysses, "tp": tp}
@@ -234,7 +258,14 @@ class ParallelConfig(_Config, diffusers.ParallelConfig):
         if rotate_method is None:
             ours = isinstance(context_parallel_config, ContextParallelConfig)
             rotate_method = context_parallel_config.rotate_method if ours else "p2p"
-        _check_rotate_method(rotate_method)
+        inner = (getattr(each, "communication", EXACT) for each in (context_parallel_config, tensor_parallel_config))
+        lossy = {each for each in inner if each != EXACT}
+        if len(lossy | ({communication} - {None})) > 1:
+            raise ValueError(f"the configs differ in communication: {', '.join(sorted(lossy))}; say one")
+        if communication is None:
+            communication = next(iter(lossy), EXACT)
+        _check_word("rotate_method", rotate_method, ROTATE_METHODS)
+        _check_word("communication", communication, COMMUNICATION)
         for name, degree in given.items():
             if degree is not None:
                 _check_degree(name, degree, rest_allowed=True)
@@ -242,7 +273,7 @@ class ParallelConfig(_Config, diffusers.ParallelConfig):
             raise ValueError("only one degree may be -1 and take the ranks that are left")
         degrees = _agree_with_mesh(given, mesh, {})
         self.dp, self.cfg, self.ring, self.ulysses, self.tp = (degrees[name] for name in AXES)
-        self.rotate_method, self.mesh = rotate_method, mesh
+        self.rotate_method, self.communication, self.mesh = rotate_method, communication, mesh
 
     def degrees(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in AXES}

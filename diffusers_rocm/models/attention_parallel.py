@@ -9,6 +9,7 @@ are joined by lying one after another: what arrives is used through a view, with
 Schedules know nothing of backends. Nothing has to be divisible; all sizes follow from the global lengths.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +22,11 @@ from ..distributed.collectives import (
     copy_to_axis,
     exchange,
     gather_from_axis,
+    gather_tokens,
     pass_on,
     send_to_all,
 )
+from ..distributed.compression import EXACT, compress, compressed_size, decompress
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS, Kernel, needs_grad
 from .attention_merge import merge
@@ -232,7 +235,7 @@ def _attention_over_ring(
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
     if needs_grad(q, k, v) or groups == 1 or whole_only:
         # Views of one gathered message; its gradients are summed.
-        message = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, ring, 0), ring)
+        message = copy_to_axis(gather_tokens(_tokens_first(k, v), lengths, ring), ring)
         out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)
         return out
     # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
@@ -241,9 +244,9 @@ def _attention_over_ring(
         q, mask = _lift(q, mask)
     if rotate_method == "p2p":
         run = _ring_op if compiling else _ring
-        return run(q, k, v, mask, scale, name, lengths, ring.rank, group)
+        return run(q, k, v, mask, scale, name, lengths, ring.rank, group, ring.communication == EXACT)
     run = _gathered_op if compiling else _gathered
-    return run(q, k, v, mask, scale, name, lengths, ring.rank, groups, group)
+    return run(q, k, v, mask, scale, name, lengths, ring.rank, groups, group, ring.communication == EXACT)
 
 
 def attention_of_whole_queries(
@@ -290,7 +293,7 @@ def attention_after_whole_keys(
         mask = _mask_of_group(mask, heads, layout)
     if layout.ring.size > 1:
         lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(layout.ring.size))
-        message = copy_to_axis(gather_from_axis(_tokens_first(k, v), lengths, layout.ring, 0), layout.ring)
+        message = copy_to_axis(gather_tokens(_tokens_first(k, v), lengths, layout.ring), layout.ring)
         k, v = _keys_of(message, q.shape[2])
     out, _ = choose(q, mask, False)(q, torch.cat([before_k, k], 1), torch.cat([before_v, v], 1), mask, scale)
     return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
@@ -316,6 +319,7 @@ def _ring(
     lengths: Sequence[int],
     rank: int,
     group: str,
+    exact: bool,
 ) -> Tensor:
     """Each rank passes keys and values on to the next while it computes with those that it has.
 
@@ -327,21 +331,26 @@ def _ring(
         mask: None, or broadcastable to [B, H, Sq, sum(lengths)].
         kernel, group: names of both.
         lengths: keys of every rank.
+        exact: or in 8 bits, passed on as they came, so that they are rounded once.
     """
     world, message, out, lse = len(lengths), _tokens_first(k, v), None, None
+    row = message[0].numel()
+    sent = message.flatten() if exact else compress(message.flatten())
     for hop in range(world):
         owner, next_owner = (rank - hop) % world, (rank - hop - 1) % world
+        count = row * lengths[next_owner]
         if hop < world - 1:
-            arrive = pass_on(message.flatten(), message[0].numel() * lengths[next_owner], rank, world, group)
+            arrive = pass_on(sent, count if exact else compressed_size(count), rank, world, group)
         columns = None if mask is None else mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
         # No name for keys and values, which would keep this message beyond the next.
         part, part_lse = KERNELS[kernel](q, *_keys_of(message, q.shape[2]), columns, scale)
         if hop == world - 1:
-            message = arrive = None  # both hold the last keys and values, and merging needs room
+            message = sent = arrive = None  # they hold the last keys and values, and merging needs room
         into = q.new_empty(q.shape) if hop == world - 1 else None
         out, lse = (part, part_lse) if out is None else merge(out, lse, part, part_lse, into)
         if hop < world - 1:
-            message = arrive().view(lengths[next_owner], *message.shape[1:])
+            sent, shape = arrive(), (lengths[next_owner], *message.shape[1:])
+            message = (sent if exact else decompress(sent, count, q.dtype)).view(shape)
     return out
 
 
@@ -356,6 +365,7 @@ def _gathered(
     rank: int,
     groups: int,
     group: str,
+    exact: bool,
 ) -> Tensor:
     """Each rank sends all others its keys and values, some heads at a time, while it computes with those before.
 
@@ -367,6 +377,7 @@ def _gathered(
         kernel, group: names of both.
         lengths: keys of every rank.
         groups: of heads, at most Hk.
+        exact: or in 8 bits.
     """
     repeats, start, stop = q.shape[2] // k.shape[2], sum(lengths[:rank]), sum(lengths[: rank + 1])
     bounds = [Block(k.shape[2], 1).bounds(index, groups) for index in range(groups)]
@@ -380,7 +391,12 @@ def _gathered(
             return None
         message = _tokens_first(*(x[:, :, slice(*bounds[index])] for x in (k, v)))
         incoming = [length * message[0].numel() for length in lengths]
-        return send_to_all(message.flatten(), incoming, rank, group)
+        if exact:
+            return send_to_all(message.flatten(), incoming, rank, group)
+        sizes = [compressed_size(count) for count in incoming]
+        arrive = send_to_all(compress(message.flatten()), sizes, rank, group)
+        del incoming[rank], sizes[rank]
+        return functools.partial(_decompress_all, arrive, sizes, incoming, q.dtype)
 
     coming = [begin(0), begin(1)]
     out, lse = KERNELS[kernel](q, *(_for_queries(x, q.shape[2]) for x in (k, v)), own, scale)
@@ -395,6 +411,11 @@ def _gathered(
         part, part_lse = KERNELS[kernel](q[:, :, heads], *_keys_of(message, heads.stop - heads.start), rows, scale)
         merge(out[:, :, heads], lse[..., heads], part, part_lse, merged[:, :, heads])
     return merged
+
+
+def _decompress_all(arrive: Callable[[], Tensor], sizes: list[int], counts: list[int], dtype: torch.dtype) -> Tensor:
+    parts = zip(arrive().split(sizes), counts, strict=True)
+    return torch.cat([decompress(part, count, dtype) for part, count in parts])
 
 
 _ring_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring, mutates_args=())

@@ -27,6 +27,7 @@ from .. import __version__
 from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
+from ..distributed.compression import EXACT
 from ..distributed.mesh import AXES, Axes
 from ..models._modeling_parallel import ParallelConfig
 from .contact_sheet import contact_sheet
@@ -67,6 +68,7 @@ class GenerationRequest:
     lora: str | None = None
     compile: bool = False
     graph: bool = False
+    communication: str = EXACT
     rank_check: str = "first"
     text_encoders: str = "auto"
     offload: str = "auto"
@@ -92,7 +94,7 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
         dtype = getattr(torch, request.dtype)
     pipe = load_pipeline(
         request.model,
-        ParallelConfig(**{name: getattr(request, name) for name in AXES}),
+        ParallelConfig(**{name: getattr(request, name) for name in AXES}, communication=request.communication),
         torch_dtype=dtype,
         text_encoders=request.text_encoders,
         # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.

@@ -4,9 +4,11 @@ This sees what no tensor comparison with random weights does: pure noise, drawn 
 """
 
 import copy
+import math
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from parameterized import parameterized
 
-from diffusers_rocm import ContextParallelConfig, TensorParallelConfig, parallelize
+from diffusers_rocm import ContextParallelConfig, ParallelConfig, TensorParallelConfig, parallelize
+from diffusers_rocm.distributed import collectives
 from diffusers_rocm.distributed.sharding import Block, Shard
 from diffusers_rocm.hooks.rank_guard import InputGuard
 from diffusers_rocm.models.plans import get_tensor_parallel_plan
@@ -55,6 +58,13 @@ def load() -> FluxPipeline:
 def answers_worker(tp: int, prompts: list[str]) -> list[tuple]:
     pipe = load()
     parallelize(pipe, TensorParallelConfig(tp=tp))
+    return [tuple(read_picture(image)) for image in draw(pipe, prompts)]
+
+
+@mock.patch.object(collectives, "COMPRESSED_FROM", 1)
+def rounded_worker(degrees: dict[str, int], prompts: list[str]) -> list[tuple]:
+    pipe = load()
+    parallelize(pipe, ParallelConfig(**degrees, communication="int8"))
     return [tuple(read_picture(image)) for image in draw(pipe, prompts)]
 
 
@@ -222,6 +232,22 @@ class TestEmbeddedFlux(unittest.TestCase):
             for answers in run_ranks(tp, answers_worker, tp, prompts):
                 different = [(p, a, b) for p, a, b in zip(prompts, single, answers, strict=True) if a != b]
                 assert not different, different
+
+    def test_activations_in_8_bits(self):
+        self.check_rounded({"ulysses": 2, "tp": 2}, 16)
+
+    @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"ring": 2},)])
+    @slow
+    def test_activations_in_8_bits_on_one_axis(self, degrees):
+        self.check_rounded(degrees, 64)
+
+    def check_rounded(self, degrees, count):
+        """As many pictures are right as in one process."""
+        prompts = held_out_prompts(count)
+        answers = [answers_worker(1, prompts)]
+        answers += run_ranks(math.prod(degrees.values()), rounded_worker, degrees, prompts)
+        counts = [sum(map(matches_answer, each, prompts)) for each in answers]
+        assert min(counts) == counts[0] >= 0.95 * count, counts
 
     def test_demo_pictures_with_a_split_sequence(self):
         self.check_demo_pictures(2, 2)

@@ -1,0 +1,37 @@
+"""Activations in 8 bits for links that are slow: lossy, and only where it is asked for by name (`communication=`).
+
+Groups of elements that lie next to each other are integers times a scale, which goes with them in float32. float8
+takes as many bytes and rounds more coarsely (tests/distributed/test_compression.py). What is not finite makes its
+whole group NaN, and is seen where it arrives. With gradients nothing is lossy.
+"""
+
+import torch
+from torch import Tensor
+
+
+EXACT = "exact"
+COMMUNICATION = (EXACT, "int8")
+
+# Elements that share a scale, and the bytes of both.
+GROUP = 64
+RECORD = GROUP + 4
+
+
+def compressed_size(count: int) -> int:
+    """Bytes that `count` elements take."""
+    return -(-count // GROUP) * RECORD
+
+
+def compress(x: Tensor) -> Tensor:
+    """`x` [n] in 8 bits: [compressed_size(n)] uint8, each group of elements with its scale after it."""
+    groups = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP).float()
+    scale = groups.abs().amax(1) / 127
+    values = (groups / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+    return torch.cat([values.view(torch.uint8), scale.view(torch.uint8).view(-1, 4)], 1).flatten()
+
+
+def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """The `count` elements that were compressed to `records`, in `dtype`."""
+    records = records.view(-1, RECORD)
+    scale = records[:, GROUP:].flatten().view(torch.float32)
+    return (records[:, :GROUP].view(torch.int8) * scale[:, None]).flatten()[:count].to(dtype)
