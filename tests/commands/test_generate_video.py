@@ -8,6 +8,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import imageio
 import numpy as np
@@ -103,6 +104,17 @@ class TestGenerateVideo(unittest.TestCase):
         for video, want in zip(videos["four"], videos["one"], strict=True):
             assert np.abs(video.astype(int) - want).mean() < 0.5  # the codec spreads a changed bit
         assert np.abs(videos["one"][0].astype(int) - videos["one"][1]).mean() > 2
+
+    def test_what_a_video_lacks_is_said_before_it_is_made(self):
+        for from_image, missing, message in (
+            (True, [], "WanImageToVideoPipeline begins with a picture: give --image FILE"),
+            (False, ["imageio_ffmpeg"], "videos need imageio-ffmpeg"),
+        ):
+            folder, stderr = self.folder / str(from_image), io.StringIO()
+            save_wan(folder, from_image)
+            with mock.patch.dict(sys.modules, dict.fromkeys(missing)), contextlib.redirect_stderr(stderr):
+                code = commands.main(["generate", "--model", str(folder), "--prompt", "x", "--device", "cpu"])
+            assert code == 2 and message in stderr.getvalue(), stderr.getvalue()
 
     def test_image_to_image(self):
         Image.new("RGB", (128, 128), "blue").save(self.folder / "blue.png")
