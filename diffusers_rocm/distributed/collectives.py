@@ -13,7 +13,15 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from .axis import Axis
-from .compression import EXACT, GROUP, compress, compressed_size, decompress
+from .compression import (
+    EXACT,
+    GROUP,
+    compress,
+    compress_parts,
+    compressed_size,
+    decompress,
+    decompress_parts,
+)
 
 
 # torch 2.13 renamed it
@@ -69,24 +77,14 @@ def all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -
 
 
 def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    row, records = x[0].numel(), compress(x.flatten())
-    lengths = tuple(compressed_size(size * row) for size in sizes)
-    parts = all_gather(records, lengths, axis, 0).split(lengths)
-    whole = [decompress(part, size * row, x.dtype) for part, size in zip(parts, sizes, strict=True)]
-    return torch.cat(whole).view(-1, *x.shape[1:])
+    counts = [size * x[0].numel() for size in sizes]
+    records = all_gather(compress(x.flatten()), tuple(map(compressed_size, counts)), axis, 0)
+    return decompress_parts(records, counts, x.dtype).view(-1, *x.shape[1:])
 
 
 def _exchange_compressed(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    if any(count % GROUP for count in send):
-        records = torch.cat([compress(part) for part in x.split(send)])
-    else:
-        records = compress(x)
-    lengths = tuple(map(compressed_size, receive))
-    received = _exchange(records, tuple(map(compressed_size, send)), lengths, axis)
-    if any(count % GROUP for count in receive):
-        parts = zip(received.split(lengths), receive, strict=True)
-        return torch.cat([decompress(part, count, x.dtype) for part, count in parts])
-    return decompress(received, sum(receive), x.dtype)
+    sizes = (tuple(map(compressed_size, counts)) for counts in (send, receive))
+    return decompress_parts(_exchange(compress_parts(x, send), *sizes, axis), receive, x.dtype)
 
 
 def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:

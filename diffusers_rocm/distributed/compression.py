@@ -5,6 +5,8 @@ takes as many bytes and rounds more coarsely (tests/distributed/test_compression
 whole group NaN, and is seen where it arrives. With gradients nothing is lossy.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,3 +37,18 @@ def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     records = records.view(-1, RECORD)
     scale = records[:, GROUP:].flatten().view(torch.float32)
     return (records[:, :GROUP].view(torch.int8) * scale[:, None]).flatten()[:count].to(dtype)
+
+
+def compress_parts(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """`x` [sum(counts)], each part by itself, so that it can be sent by itself."""
+    if not any(count % GROUP for count in counts):
+        return compress(x)
+    return torch.cat([compress(part) for part in x.split(counts)])
+
+
+def decompress_parts(records: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What was compressed part by part: [sum(counts)]."""
+    if not any(count % GROUP for count in counts):
+        return decompress(records, sum(counts), dtype)
+    parts = zip(records.split([compressed_size(count) for count in counts]), counts, strict=True)
+    return torch.cat([decompress(part, count, dtype) for part, count in parts])

@@ -9,7 +9,6 @@ are joined by lying one after another: what arrives is used through a view, with
 Schedules know nothing of backends. Nothing has to be divisible; all sizes follow from the global lengths.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from ..distributed.collectives import (
     pass_on,
     send_to_all,
 )
-from ..distributed.compression import EXACT, compress, compressed_size, decompress
+from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS, Kernel, needs_grad
 from .attention_merge import merge
@@ -395,8 +394,7 @@ def _gathered(
             return send_to_all(message.flatten(), incoming, rank, group)
         sizes = [compressed_size(count) for count in incoming]
         arrive = send_to_all(compress(message.flatten()), sizes, rank, group)
-        del incoming[rank], sizes[rank]
-        return functools.partial(_decompress_all, arrive, sizes, incoming, q.dtype)
+        return lambda: decompress_parts(arrive(), incoming[:rank] + incoming[rank + 1 :], q.dtype)
 
     coming = [begin(0), begin(1)]
     out, lse = KERNELS[kernel](q, *(_for_queries(x, q.shape[2]) for x in (k, v)), own, scale)
@@ -411,11 +409,6 @@ def _gathered(
         part, part_lse = KERNELS[kernel](q[:, :, heads], *_keys_of(message, heads.stop - heads.start), rows, scale)
         merge(out[:, :, heads], lse[..., heads], part, part_lse, merged[:, :, heads])
     return merged
-
-
-def _decompress_all(arrive: Callable[[], Tensor], sizes: list[int], counts: list[int], dtype: torch.dtype) -> Tensor:
-    parts = zip(arrive().split(sizes), counts, strict=True)
-    return torch.cat([decompress(part, count, dtype) for part, count in parts])
 
 
 _ring_op = torch.library.custom_op("diffusers_rocm::ring_attention", _ring, mutates_args=())
