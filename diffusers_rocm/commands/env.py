@@ -17,9 +17,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from .. import __version__
+
 
 PACKAGES = (
-    "diffusers_rocm", "torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "torchao", "triton",
+    "diffusers", "transformers", "accelerate", "safetensors", "peft", "torchao", "triton",
     "pytorch-triton-rocm", "flash-attn", "aiter", "gguf",
 )  # fmt: skip
 # Environment variables that change how things run.
@@ -51,7 +53,8 @@ def collect() -> dict[str, Any]:
     """What is known without a process group; nothing of it names the user or the machine."""
     build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return {
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {"diffusers_rocm": __version__, "torch": torch.__version__}
+        | {name: version for name in PACKAGES if (version := _version(name))},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch build": build if torch.version.hip or torch.version.cuda else "CPU only",
