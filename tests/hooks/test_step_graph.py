@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FirstBlockCacheConfig
+from packaging.version import Version
 from parameterized import parameterized
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +45,11 @@ class Recorder:
                 x.copy_(new)
 
         return replay, answer, None
+
+
+def offloads_here() -> bool:
+    """Before 0.42 diffusers offloads groups from an accelerator alone."""
+    return Version(diffusers.__version__) >= Version("0.42") or torch.accelerator.is_available()
 
 
 def emulated() -> mock._patch:
@@ -143,7 +150,8 @@ def refusals_worker() -> dict[str, str]:
     cpu = torch.device("cpu")
     refuse("adapter", adapter)
     refuse("cache", lambda model: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)))
-    refuse("group offload", lambda model: model.enable_group_offload(cpu, cpu, offload_type="leaf_level"))
+    if offloads_here():
+        refuse("group offload", lambda model: model.enable_group_offload(cpu, cpu, offload_type="leaf_level"))
     refuse("host", reads_on_the_host)
     pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
     with mock.patch.object(torch.cuda, "is_available", lambda: False):
@@ -197,7 +205,8 @@ class TestStepGraph(unittest.TestCase):
         for messages in run_ranks(2, refusals_worker):
             assert "has an adapter beside it: fuse adapters" in messages["adapter"]
             assert "has a cache, which decides on the host" in messages["cache"]
-            assert "brought to the device one by one" in messages["group offload"]
+            if offloads_here():
+                assert "brought to the device one by one" in messages["group offload"]
             assert messages["host"].endswith("leave graphs out: operation not permitted when stream is capturing")
             assert "needs a GPU of CUDA or ROCm" in messages["no GPU"]
 

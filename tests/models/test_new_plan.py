@@ -73,6 +73,8 @@ class TestNewPlan:
         ],
     )
     def test_draft_has_all_heads(self, cls, heads, capsys, monkeypatch):
+        if not hasattr(diffusers, cls):
+            pytest.skip(f"this diffusers has no {cls}")
         code, printed, _ = draft(cls, capsys, monkeypatch)
         assert code == 0 and heads in printed
         assert float(printed.rpartition("TODO: ")[2].partition("%")[0]) < 5
