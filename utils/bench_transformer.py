@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=4 utils/bench_transformer.py single tp diffusers-tp single+c tp+c diffusers-tp+c
     torchrun --nproc_per_node=4 utils/bench_transformer.py --model hunyuan-video --double 2 --single 4 ring4 ulysses4
 
-A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the whole step as a CUDA graph. NAME is `single`
+A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the model's forward as a CUDA graph. NAME is `single`
 (one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step),
 `diffusers-tp` (DTensor, diffusers 0.40 or later), or any mesh: `ring4`, `ulysses2tp2`, `cfg2ulysses2`, in the order
 cfg, ring, ulysses, tp, with `-allgather` after it for the other way round the ring and `-int8` for activations sent in

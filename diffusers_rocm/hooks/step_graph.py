@@ -131,9 +131,9 @@ class StepGraph(AroundCall):
             raise ValueError(f"this {name} has a cache, which decides on the host: disable_cache(), or no graphs")
         device = next(model.parameters()).device
         with torch.inference_mode(False):
-            kind.inputs = [torch.empty_like(x, device=device) for x in leaves if isinstance(x, Tensor)]
+            kind.inputs = [torch.zeros_like(x, device=device) for x in leaves if isinstance(x, Tensor)]
         statics = iter(kind.inputs)
-        given = [next(statics).copy_(x) if isinstance(x, Tensor) else x for x in leaves]
+        given = [next(statics) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(given, kind.spec)
         try:
             kind.replay, kind.answer, self._pool = record(lambda: call(*args, **kwargs), device, self._pool)
