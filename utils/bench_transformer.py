@@ -3,15 +3,15 @@
     torchrun --nproc_per_node=4 utils/bench_transformer.py single tp diffusers-tp single+c tp+c diffusers-tp+c
     torchrun --nproc_per_node=4 utils/bench_transformer.py --model hunyuan-video --double 2 --single 4 ring4 ulysses4
 
-A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the model's forward as a CUDA graph. NAME is `single`
-(one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one a step),
-`diffusers-tp` (DTensor, diffusers 0.40 or later), or any mesh: `ring4`, `ulysses2tp2`, `cfg2ulysses2`, in the order
-cfg, ring, ulysses, tp, with `-allgather` after it for the other way round the ring and `-int8` for activations sent in
-8 bits, and `diffusers-` before it for diffusers' own. `@BACKEND` at the end of a name sets diffusers' attention
-backend. The speed-up of a mode is over the `single` of the same flags, so name that first; the error is against the
-same weights and inputs in float32. One forward is one step; with `--guidance` a step is two, with another text in the
-second. `--resolution`, `--double`, `--single`, `--dtype` and `--width` change the shape, so that the script can be
-tried on a CPU.
+A mode is NAME[+c][+g]: +c compiles the repeated blocks, +g replays the model's forward as a CUDA graph. NAME is
+`single` (one GPU, no parallelism), `tp` (ours), `tp-gather-each` (ours, with a gather in every block in place of one
+a step), `diffusers-tp` (DTensor, diffusers 0.40 or later), or any mesh: `ring4`, `ulysses2tp2`, `cfg2ulysses2`, in
+the order cfg, ring, ulysses, tp, with `-allgather` after it for the other way round the ring and `-int8` for
+activations sent in 8 bits, and `diffusers-` before it for diffusers' own. `@BACKEND` at the end of a name sets
+diffusers' attention backend. The speed-up of a mode is over the `single` of the same flags, so name that first; the
+error is against the same weights and inputs in float32. One forward is one step; with `--guidance` a step is two,
+with another text in the second. `--resolution`, `--double`, `--single`, `--dtype` and `--width` change the shape, so
+that the script can be tried on a CPU.
 """
 
 import argparse

@@ -12,11 +12,13 @@ from diffusers.hooks.group_offloading import (
 )
 from torch import Tensor, nn
 
+from .disk_offload import is_on_disk
+
 
 def check_weights_are_here(model: nn.Module, instead: str) -> None:
     """Raises ValueError where the weights are in files, and what the model holds has no values."""
     hook = _get_top_level_group_offload_hook(model)
-    if hook is not None and hook.config.offload_to_disk_path is not None:
+    if is_on_disk(model) or hook is not None and hook.config.offload_to_disk_path is not None:
         raise ValueError(f"the weights of this {type(model).__name__} are offloaded to disk: {instead}")
 
 

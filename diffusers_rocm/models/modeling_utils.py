@@ -94,7 +94,7 @@ def enable(
         ValueError: the model or the config cannot be had so; the message says what would work.
     """
     _check_free_and_loaded(model, config)
-    check_weights_are_here(model, "enable parallelism first, then group offloading")
+    check_weights_are_here(model, "enable parallelism first, then offloading")
     axes = config.axes()
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
@@ -238,7 +238,7 @@ def wrap_save_pretrained(original: Callable) -> Callable:
         parallelism = getattr(self, "parallelism", None)
         if parallelism is None or parallelism.axes.world.size == 1:
             return original(self, save_directory, *args, **kwargs)
-        check_weights_are_here(self, "save the model before group offloading")
+        check_weights_are_here(self, "save the model before it is offloaded")
         if any(is_quantized(parameter) for parameter in self.parameters()):
             raise ValueError(f"this {type(self).__name__} is quantised, and is not saved while it is parallel")
         return save_checkpoint(self, save_directory, *args, **kwargs)

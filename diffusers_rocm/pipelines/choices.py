@@ -4,7 +4,7 @@ CHOICES = {
     "rank_check": ("first", "always", "off"),
     "vae": ("replicate", "first-rank", "tile"),
     "text_encoders": ("auto", "shard", "first-rank", "replicate"),
-    "offload": ("auto", "none", "model", "group"),
+    "offload": ("auto", "none", "model", "group", "disk"),
 }
 
 

@@ -1,20 +1,30 @@
 """A whole pipeline from its folder, no rank holding more than it has to at any time."""
 
+import functools
 import json
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import psutil
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers import DiffusionPipeline, ModelMixin, PipelineQuantizationConfig, TorchAoConfig
 from diffusers.utils import logging
+from torch import nn
+from transformers import PreTrainedModel
 
 from ..distributed import init
 from ..distributed.agreement import agree, fail_together
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_int64
+from ..hooks.disk_offload import DiskOffload, Turn
 from ..loaders.load import sharded_loading
+from ..loaders.text_encoder import load_sharded_text_encoder
 from ..loaders.whole import checkpoint_files, load_whole, variant_in
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
@@ -22,7 +32,7 @@ from . import parallelize
 from .choices import check_choices
 from .denoisers import DENOISERS
 from .peaks import weight_bytes
-from .text_encoders import load_text_encoder
+from .text_encoders import ROOM, load_text_encoder
 
 
 logger = logging.get_logger(__name__)
@@ -53,10 +63,12 @@ def load_pipeline(
             all. `"auto"` takes what fits with the least traffic: the last, else the second, else the first; the choice
             is logged, and is in the pipeline's `text_encoder_modes`. A mapping says it by the component's name.
         vae, rank_check, graph: as of `parallelize`.
-        offload: what waits in the host's memory. `"model"`: components, each on the device while it works, so that the
-            peak there is that of the largest stage (encoding, denoising, decoding), not of all together; `"group"`:
-            layers; `"none"`. `"auto"` is `"model"` where all weights would take more than half of the device's memory,
-            else `"none"`. On a CPU nothing moves.
+        offload: what waits elsewhere for its turn. `"model"`: components, in the host's memory, each on the device
+            while it works, so that the peak there is that of the largest stage (encoding, denoising, decoding), not of
+            all together; `"disk"`: components, each read when it works and given up when the next one does, so that
+            the host's peak is that of the largest too; `"group"`: layers, in the host's memory; `"none"`. `"auto"` is
+            `"disk"` where the hosts have no room for all weights of their ranks, else `"model"` where these would take
+            more than half of the device's memory, else `"none"`. On a CPU only `"disk"` does anything.
         quantization_config: of the denoisers, each slice quantised as it is read, on the device; or diffusers' mapping
             of the components' names to such.
         device: `"cuda"` or `"cpu"`; by default what there is.
@@ -70,6 +82,8 @@ def load_pipeline(
         ValueError: what `parallelize` or the loading of a component cannot have; another component to be quantised.
         RuntimeError: another rank failed.
     """
+    if graph and offload == "disk":
+        raise ValueError("graph=True records where weights are, and offload='disk' reads them anew: use 'model'")
     here, variant = init(device), kwargs.get("variant")
     axes = parallel_config.axes()
     choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
@@ -107,28 +121,55 @@ def load_pipeline(
             for name in (*models, *encoders)
             if name not in kwargs
         }
+    if offload == "auto" and not graph and not _hosts_hold(sum(beside.values()), axes.world):
+        offload = "disk"
+        logger.warning(f"the weights of {model} wait on disk: this host has no room for those of all its ranks")
+    on_disk: dict[str, DiskOffload] = {}
+
+    def read_encoder(name: str) -> PreTrainedModel:
+        cls = encoders[name]
+        if modes[name] == "shard":
+            return load_sharded_text_encoder(cls, folder / name, axes.replica, torch_dtype, variant)
+        return load_whole(cls, folder / name, torch_dtype, variant)  # by the ranks that have it, alone
+
+    def read_denoiser(name: str) -> ModelMixin:
+        how = {DTYPE_ARGUMENT: torch_dtype}
+        if name in quantized or offload == "disk":
+            how["device_map"] = {"": here}
+        if name in quantized:
+            how["quantization_config"] = quantized[name]
+        with sharded_loading(axes.tp):
+            return getattr(diffusers, denoisers[name]).from_pretrained(
+                folder, subfolder=name, variant=variant_in(folder / name, variant), use_safetensors=True, **how
+            )
+
+    def read_model(name: str) -> ModelMixin:
+        return load_whole(getattr(diffusers, models[name]), folder / name, torch_dtype, variant)
+
+    def keep(name: str, component: nn.Module, read: Callable[[], nn.Module]) -> None:
+        kwargs[name] = component
+        if offload == "disk":
+            on_disk[name] = DiskOffload(component, read, here)
+
     for name, cls in encoders.items():
         if name not in kwargs:
             mode = text_encoders.get(name, "auto")
             del beside[name]
-            kwargs[name], modes[name] = load_text_encoder(
-                cls, folder / name, mode, axes.replica, here, torch_dtype, variant, sum(beside.values())
+            others = 0 if offload == "disk" else sum(beside.values())
+            encoder, modes[name] = load_text_encoder(
+                cls, folder / name, mode, axes.replica, here, torch_dtype, variant, others
             )
+            keep(name, encoder, functools.partial(read_encoder, name))
             if mode == "auto" and axes.replica.size > 1:
                 logger.info(f"{name} ({cls.__name__}): {modes[name]}")
-    for name, cls in denoisers.items():
-        if name not in kwargs:
-            how = {DTYPE_ARGUMENT: torch_dtype}
-            if name in quantized:
-                how |= {"quantization_config": quantized[name], "device_map": {"": here}}
-            with fail_together(f"load the {cls}", axes.world), sharded_loading(axes.tp):
-                kwargs[name] = getattr(diffusers, cls).from_pretrained(
-                    folder, subfolder=name, variant=variant_in(folder / name, variant), use_safetensors=True, **how
-                )
     for name, cls in models.items():
         if name not in kwargs:
+            read = functools.partial(read_denoiser if name in denoisers else read_model, name)
             with fail_together(f"load the {cls}", axes.world):
-                kwargs[name] = load_whole(getattr(diffusers, cls), folder / name, torch_dtype, variant)
+                component = read()
+            if name in denoisers:
+                component.enable_parallelism(config=parallel_config)
+            keep(name, component, read)
     with fail_together("load the rest of the pipeline", axes.world):
         pipe = pipeline.from_pretrained(folder, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
@@ -136,13 +177,44 @@ def load_pipeline(
     if offload == "auto" and here.type != "cpu":
         half = torch.get_device_module(here).mem_get_info(here)[1] / 2
         offload = "model" if sum(weight_bytes(pipe)) > half else "none"
-    if offload == "model" and here.type != "cpu":
+    if offload == "disk":
+        _take_turns(pipe, on_disk, here)
+        pipe.load_lora_weights = functools.partial(_refuse_lora, model)
+    elif offload == "model" and here.type != "cpu":
         pipe.enable_model_cpu_offload(device=here)
     elif offload == "group" and here.type != "cpu":
         pipe.enable_group_offload(here, offload_type="leaf_level", use_stream=True)
     else:
         pipe.to(here)
     return pipe
+
+
+def _hosts_hold(mine: int, world: Axis) -> bool:
+    """Has every host room for `mine` bytes of each of its ranks? The answer is the same on all of them."""
+    available = psutil.virtual_memory().available
+    by_rank = all_gather_int64(torch.tensor([available, mine]), world)
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    return by_rank[:, 1].max().item() * on_this_host <= ROOM * by_rank[:, 0].min().item()
+
+
+def _take_turns(pipe: DiffusionPipeline, on_disk: Mapping[str, DiskOffload], device: torch.device) -> None:
+    """Of the components that work one after the other, one at a time has its weights.
+
+    diffusers' order names these; the others, ControlNets say, work in every step.
+    """
+    turn = Turn()
+    for name in (pipe.model_cpu_offload_seq or "").split("->"):
+        if name in on_disk:
+            on_disk[name].turn = turn
+    for name, component in pipe.components.items():
+        if isinstance(component, nn.Module) and name not in on_disk:
+            add_hook_to_module(component.to(device), AlignDevicesHook(execution_device=device))
+
+
+def _refuse_lora(model: str | Path, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"the weights of {model} are read anew for each use, without adapters: load the pipeline with offload='model'"
+    )
 
 
 def _quantized(

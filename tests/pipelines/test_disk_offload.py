@@ -1,0 +1,149 @@
+"""`load_pipeline(offload="disk")`: the pictures of one process, and never the weights of two components at a time."""
+
+import functools
+import tempfile
+import unittest
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FluxControlNetModel, FluxControlNetPipeline
+from parameterized import parameterized
+from torch import nn
+
+from diffusers_rocm import ParallelConfig, load_pipeline
+from diffusers_rocm.distributed.quantized import parts
+from diffusers_rocm.pipelines import load
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+from diffusers_rocm.pipelines.quantization import torchao_config
+
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
+from .test_load_pipeline import PROMPT, pictures
+
+
+def held(pipe: DiffusionPipeline) -> list[str]:
+    """The components that have their weights."""
+    models = {name: each for name, each in pipe.components.items() if isinstance(each, nn.Module)}
+    return [
+        name
+        for name, each in models.items()
+        if any(not part.is_meta for x in each.parameters() for part in parts(x).values())
+    ]
+
+
+@torch.no_grad()
+def disk_worker(mesh: dict[str, int], options: dict[str, str], quantized: bool = False) -> dict:
+    config = torchao_config("int8") if quantized else None
+    given = {"quantization_config": config, **options}
+    wanted = pictures(load_pipeline(EMBEDDED_MODEL, ParallelConfig(**mesh), offload="none", **given))
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(**mesh), offload="disk", **given)
+    seen = [held(pipe)]
+    for name in ("text_encoder", "text_encoder_2", "transformer"):
+        module = getattr(pipe, name)
+        leaves = [x for x in module.modules() if x is not module and not list(x.children())]
+        for leaf in leaves[:1]:  # a text encoder that the first rank has is nothing on the others
+            leaf.register_forward_pre_hook(lambda *_: seen.append(held(pipe)))
+    errors = [relative_l2(pictures(pipe), wanted) for _ in range(2)]
+    seen.append(held(pipe))
+    devices = {x.device.type for x in pipe.vae.parameters()}
+    return {"errors": errors, "seen": seen, "devices": sorted(devices), "execution": pipe._execution_device.type}
+
+
+def check(result: dict, device: str) -> None:
+    assert max(result["errors"]) <= FLOAT32_BAR, result
+    assert result["seen"][0] == [] and result["seen"][-1] == ["vae"], result
+    assert all(len(each) == 1 for each in result["seen"][1:]), result
+    assert {each[0] for each in result["seen"][1:]} >= {"transformer", "vae"}, result
+    assert result["devices"] == [device] and result["execution"] == device, result
+
+
+def refusals_worker(folder: str) -> dict[str, str | None]:
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="disk")
+    messages = {
+        "save": message_of(pipe.transformer.save_pretrained, folder),
+        "whole": message_of(pipe.transformer.disable_parallelism),
+        "state": message_of(pipe.transformer.state_dict),
+        "encoder": message_of(pipe.text_encoder.state_dict),
+        "lora": message_of(pipe.load_lora_weights, folder),
+        "graph": message_of(load_pipeline, EMBEDDED_MODEL, ParallelConfig(tp=2), offload="disk", graph=True),
+    }
+    nn.Module.register_parameter(pipe.transformer.proj_out, "added", nn.Parameter(torch.zeros(1)))
+    return messages | {"added": message_of(pictures, pipe)}
+
+
+def small_host_worker() -> list[list[str]]:
+    """By itself, where a host has room for one byte."""
+    load._hosts_hold = lambda mine, world: False
+    return [held(load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload=mode)) for mode in ("auto", "none")]
+
+
+@torch.no_grad()
+def controlnet_worker(folder: str) -> tuple[float, list[str]]:
+    made, image = [], torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    for offload in ("none", "disk"):
+        pipe = load_pipeline(folder, ParallelConfig(tp=2), offload=offload)
+        call = functools.partial(pipe.__call__, control_image=image)
+        pipe.set_progress_bar_config(disable=True)
+        made.append(torch.from_numpy(call(generator=torch.Generator().manual_seed(0), **PROMPT).images))
+    return relative_l2(made[1], made[0]), sorted(held(pipe))
+
+
+class TestDiskOffload(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ({"tp": 2}, {"text_encoders": "shard"}),
+            ({"ulysses": 2}, {"text_encoders": "first-rank", "vae": "tile"}),
+            ({"tp": 2}, {"text_encoders": "replicate", "vae": "first-rank"}),
+            ({"dp": 2}, {}),
+        ]
+    )
+    def test_one_component_at_a_time(self, mesh, options):
+        for rank, result in enumerate(run_ranks(2, disk_worker, mesh, options)):
+            if options.get("vae") == "first-rank" and rank == 1:  # which decodes nothing
+                assert result["seen"].pop() == ["transformer"]
+                result["seen"].append(["vae"])
+                result["devices"] = ["cpu"]
+            check(result, "cpu")
+
+    def test_quantized(self):
+        pytest.importorskip("torchao")
+        for result in run_ranks(2, disk_worker, {"tp": 2}, {}, True):
+            check(result, "cpu")
+
+    def test_refusals(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for messages in run_ranks(2, refusals_worker, folder):
+                assert "offloaded to disk" in messages["save"] and "offloaded to disk" in messages["whole"], messages
+                assert "are on disk" in messages["state"] and "are on disk" in messages["encoder"], messages
+                assert "offload='model'" in messages["lora"] and "use 'model'" in messages["graph"], messages
+                assert "proj_out.added is no weight" in messages["added"], messages
+
+    def test_by_itself(self):
+        for auto, none in run_ranks(2, small_host_worker):
+            assert auto == [] and "transformer" in none
+
+    def test_a_model_of_every_step(self):
+        """It would be read for each step if it took turns with the transformer."""
+        with tempfile.TemporaryDirectory() as folder:
+            pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
+            torch.manual_seed(0)
+            controlnet = FluxControlNetModel.from_transformer(
+                pipe.transformer,
+                num_layers=1,
+                num_single_layers=1,
+                load_weights_from_transformer=False,
+                **{name: pipe.transformer.config[name] for name in ("attention_head_dim", "num_attention_heads")},
+            )
+            for x in controlnet.parameters():
+                x.data.normal_(std=0.1)
+            FluxControlNetPipeline(**pipe.components, controlnet=controlnet).save_pretrained(folder)
+            for error, kept in run_ranks(2, controlnet_worker, folder):
+                assert error <= FLOAT32_BAR and kept == ["controlnet", "vae"], (error, kept)
+
+
+@require_torch_multi_accelerator
+class TestDiskOffloadAccelerator(unittest.TestCase):
+    @parameterized.expand([(False,), (True,)])
+    def test_one_component_at_a_time(self, quantized):
+        for result in run_ranks(2, disk_worker, {"tp": 2}, {}, quantized, device="cuda"):
+            check(result, "cuda")
