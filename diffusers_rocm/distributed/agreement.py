@@ -26,24 +26,32 @@ def _place_weights(device: torch.device) -> Tensor:
     return (torch.randint(-(2**62), 2**62, (1024,), generator=torch.Generator().manual_seed(0)) * 2 + 1).to(device)
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
-    """A scalar int64 of the tensor's bits and their order.
-
-    A dot product of the words of 8 bytes with weights that differ by their place in a run of 1024, the runs weighted
-    by their number. Integer arithmetic wraps, so odd weights lose no bit.
-    """
+def _words(tensor: Tensor) -> Tensor:
+    """The tensor's bits as int64 [n], with zeros to fill the last one."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     data = tensor.contiguous().flatten()
     if data.stride() != (1,):  # of one element, say, that was expanded
         data = data.clone(memory_format=torch.contiguous_format)
     data = data.view(torch.uint8)
-    if data.storage_offset() % 8:
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
         data = data.clone()
-    words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
+    return data.view(torch.int64)
+
+
+def _weighed(words: Tensor) -> Tensor:
+    """A scalar int64: a dot product with weights that differ by their place in a run of 1024 words, the runs weighted
+    by their number. Integer arithmetic wraps, so odd weights lose no bit."""
     whole = words.numel() // 1024 * 1024
     runs = words[:whole].view(-1, 1024) * _place_weights(words.device)
-    sums = torch.cat([runs.sum(dim=1), words[whole:], rest.long()])
+    sums = torch.cat([runs.sum(dim=1), words[whole:]])
     return (sums * (torch.arange(sums.numel(), device=sums.device) * 2 + 1)).sum()
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A scalar int64 of the tensor's bits and their order."""
+    return _weighed(_words(tensor))
 
 
 def fingerprints(tensors: Collection[Tensor]) -> list[int]:
@@ -68,11 +76,9 @@ def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
     """
     tensors = {name: x.detach() for name, x in values.items() if isinstance(x, Tensor)}
     others = {name: repr(x) for name, x in values.items() if not isinstance(x, Tensor)}
-    prints = fingerprints(tensors.values())
-    shapes = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
-    digest = zlib.crc32(repr((shapes, prints, others)).encode())
-    if len(all_gather_int64(torch.tensor([digest]), axis).unique()) == 1:
+    if len(all_gather_int64(_digest(tensors, others), axis).unique()) == 1:
         return True
+    prints = fingerprints(tensors.values())
     described = {name: _describe(x, number) for (name, x), number in zip(tensors.items(), prints, strict=True)}
     said = {name: (described | others)[name] for name in values}
     by_rank = [json.loads(text) for text in all_gather_text(json.dumps(said), axis)]
@@ -81,6 +87,19 @@ def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
         if any(not _same(seen[0], other) for other in seen[1:]):
             raise ValueError(f"the ranks were given different {what}: {name} is {_by_ranks(seen, axis)}")
     return False
+
+
+def _digest(tensors: Mapping[str, Tensor], others: Mapping[str, str]) -> Tensor:
+    """An int64 [1] of all: what is on a device is put in one row first, launches being most of the time, and stays."""
+    rows: dict[torch.device, list[Tensor]] = {}
+    for x in tensors.values():
+        rows.setdefault(x.device, []).append(_words(x))
+    prints = {device: _weighed(torch.cat(words)) for device, words in rows.items()}
+    on_host = [int(number) for device, number in prints.items() if device.type == "cpu"]
+    shapes = [(name, tuple(x.shape), x.dtype) for name, x in tensors.items()]
+    digest = zlib.crc32(repr((shapes, others, on_host)).encode())
+    on_device = [number for device, number in prints.items() if device.type != "cpu"]
+    return (sum(on_device) + digest).view(1) if on_device else torch.tensor([digest])
 
 
 @contextmanager
