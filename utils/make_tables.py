@@ -90,24 +90,24 @@ def features() -> str:
     return "\n".join([*lines, "", ran])
 
 
-def memory() -> str:
+def memory(*names: str, also: str) -> str:
     """Peaks of the stages of a pipeline, of the rank that has the most."""
     stages = ("load", "encode", "denoise", "decode")
     lines = [f"| weights | offload | {' | '.join(stages)} | host, at most |", "|---|---|" + "---|" * 5]
-    for name in ("bf16", "int8", "int8_group"):
-        run = read(f"memory_{name}_4xh200")
+    for run in (read(f"memory_{name}") for name in names):
         peaks = [max(run["peaks"][stage]["device"]) for stage in stages]
         peaks.append(max(size for of in run["peaks"].values() for size in of["host"]))
         figures = " | ".join(f"{peak / 2**30:.2f}" for peak in peaks)
         lines.append(f"| {run['request']['quantization'] or 'bf16'} | {run['request']['offload']} | {figures} |")
     command = (
-        "diffusers-rocm bench memory --write-random-flux --model FOLDER --tp 4 --height 1024 --width 1024 "
-        "--max-sequence-length 512 --steps 3 --text-encoders shard --vae tile --vae-tiling --offload model"
+        f"diffusers-rocm bench memory --write-random-flux --model FOLDER --tp {run['mesh']['tp']} --height 1024 "
+        "--width 1024 --max-sequence-length 512 --steps 3 "
+        "--text-encoders shard --vae tile --vae-tiling --offload model"
     )
-    versions = run["versions"]
+    versions, files = run["versions"], ", ".join(f"`memory_{name}.json`" for name in names)
     ran = (
-        f"`{command}`, also with `--quantization int8`, and with that and `--offload group`; 4 x {run['device']}, "
-        f"torch {versions['torch']}, diffusers {versions['diffusers']} (`docs/benchmarks/memory_*_4xh200.json`)."
+        f"`{command}`, also with {also}; {run['mesh']['tp']} x {run['device']}, "
+        f"torch {versions['torch']}, diffusers {versions['diffusers']} ({files} in docs/benchmarks)."
     )
     return "\n".join([*lines, "", ran])
 
@@ -120,7 +120,11 @@ def guard() -> str:
         comparing = row["guard_ms"] - sharing
         cells = f"{row['ms']:.1f} | {row['guard_ms']:.2f} | {comparing:.2f} ({comparing / row['ms']:.2%})"
         lines.append(f'| `"{row["rank_check"]}"` | {cells} |')
-    ran = source("utils/bench_guard.py --tp 2 --compile --repeats 2", run["versions"], "guard_2xh200")
+    ran = source(
+        f"utils/bench_guard.py --tp 2 --compile --repeats {run['arguments']['repeats']}",
+        run["versions"],
+        "guard_2xh200",
+    )
     return "\n".join([*lines, "", ran])
 
 
@@ -133,7 +137,13 @@ TABLES = {
     "features": features,
     "guard": guard,
     "hops": hops,
-    "memory": memory,
+    "memory": lambda: memory(
+        "bf16_4xh200",
+        "int8_4xh200",
+        "int8_group_4xh200",
+        also="`--quantization int8`, and with that and `--offload group`",
+    ),
+    "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
 }
 
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
@@ -29,7 +28,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="first write a pipeline of FLUX.1-dev's size with random weights (34 GB) to --model, if it is not there",
     )
     memory.add_argument("--json", type=Path, help="also write what was measured to this file")
-    memory.set_defaults(steps=2, out=Path(tempfile.gettempdir()), contact_sheet=None)  # it writes no picture
+    memory.set_defaults(steps=2)
     return parser
 
 
@@ -46,7 +45,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     if writes:
         generate.check_writable(Path(args.model))
         write_flux_configs(Path(args.model))
-    request = generate.check(args)
+    request = generate.check_request(args)  # it writes no picture
     if writes:
         print(f"random weights are in {args.model}, or are written there now", file=sys.stderr)
         write_random_flux(Path(args.model))

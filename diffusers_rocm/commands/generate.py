@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload",
         default="auto",
         choices=CHOICES["offload"],
-        help="what waits in the host's memory: models, layers, or (auto) models if they would take half of the GPU's",
+        help="what waits for its turn: models or layers in the host's memory, models on disk, or what has to (auto)",
     )
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="torchao's, of the denoiser's weights")
     parser.add_argument(
@@ -193,6 +194,20 @@ def ranks(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Everything that can be known before a rank starts. Raises ValueError."""
+    request = check_request(args)
+    check_writable(args.out)
+    if args.contact_sheet is not None:
+        if args.contact_sheet.suffix.lower() != ".png":
+            raise ValueError(f"--contact-sheet writes a PNG; {args.contact_sheet} does not end in .png")
+        if args.contact_sheet.is_dir():
+            raise ValueError(f"--contact-sheet {args.contact_sheet} is a folder")
+        check_writable(args.contact_sheet.parent)
+    sheet = None if args.contact_sheet is None else str(args.contact_sheet)
+    return replace(request, out=str(args.out), contact_sheet=sheet)
+
+
+def check_request(args: argparse.Namespace) -> GenerationRequest:
+    """What is to be made, not where it is written. Raises ValueError."""
     prompts = read_prompts(args)
     numbers = ("num_images_per_prompt", "steps", "height", "width", "num_frames", "fps", "max_sequence_length")
     for name in (*AXES, *numbers):
@@ -225,17 +240,14 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         raise ValueError("--graph needs a GPU")
     if args.graph and args.offload == "group":
         raise ValueError("--graph takes no layers that come to the GPU one by one: use --offload model or none")
+    if args.offload == "disk" and (args.graph or args.lora is not None):
+        raise ValueError(
+            f"--offload disk reads weights anew, without {'--graph' if args.graph else '--lora'}: use model"
+        )
     if args.quantization is not None:
         check_quantization(args.quantization, on_gpus(args))
     if not under_torchrun():  # a rank finds its own launcher on the port
         check_port(args.port)
-    check_writable(args.out)
-    if args.contact_sheet is not None:
-        if args.contact_sheet.suffix.lower() != ".png":
-            raise ValueError(f"--contact-sheet writes a PNG; {args.contact_sheet} does not end in .png")
-        if args.contact_sheet.is_dir():
-            raise ValueError(f"--contact-sheet {args.contact_sheet} is a folder")
-        check_writable(args.contact_sheet.parent)
     options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
     pipeline = folder.pipeline(args.image is not None)
     known = inspect.signature(pipeline.__call__).parameters
@@ -270,8 +282,6 @@ def check(args: argparse.Namespace) -> GenerationRequest:
         graph=args.graph,
         communication=args.communication,
         timeout=args.timeout,
-        out=str(args.out),
-        contact_sheet=None if args.contact_sheet is None else str(args.contact_sheet),
         **options,
     )
     if pipeline is not DiffusionPipeline:  # a class that this diffusers knows

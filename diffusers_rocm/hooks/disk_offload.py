@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 
 
 class Turn:
@@ -56,37 +56,33 @@ class DiskOffload(ModelHook):
                 self.turn.holder._give_up()
             self.turn.holder = self
         anew = self._read()
-        read = dict(anew.named_parameters(remove_duplicate=False))
+        read = dict(anew.named_parameters())
         for module in anew.modules():  # which may live on in a cycle of references
             module._parameters.clear()
-        places = [
-            (f"{path}.{name}" if path else name, module, name)
-            for path, module in self._model.named_modules(remove_duplicate=False)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        others = [path for path, _, _ in places if path not in read]
+        others = [path for path, _ in self._model.named_parameters() if path not in read]
         if others:
             raise ValueError(
                 f"{others[0]} is no weight that this {type(self._model).__name__} is read with: offload='model' keeps "
                 "what is added to a model, and 'disk' does not"
             )
-        moved: dict[int, nn.Parameter] = {}  # some have two places
-        for path, module, name in places:
-            parameter = read.pop(path)
-            if id(parameter) not in moved:
-                kept = parameter.to(self.execution_device)
-                moved[id(parameter)] = nn.Parameter(kept, requires_grad=parameter.requires_grad)
-            module._parameters[name] = moved[id(parameter)]
+        self._replace(lambda path, _: read.pop(path).to(self.execution_device))
         self._here = True
 
     def _give_up(self) -> None:
-        for module in self._model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    nothing = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    module._parameters[name] = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+        self._replace(lambda path, x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
         self._here = False
+
+    def _replace(self, tensor_for: Callable[[str, nn.Parameter], Tensor]) -> None:
+        """Each parameter by another; one that has two places keeps both."""
+        replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for path, module in self._model.named_modules():
+            for name, old in module._parameters.items():
+                if old is None:
+                    continue
+                if id(old) not in replaced:
+                    tensor = tensor_for(f"{path}.{name}" if path else name, old)
+                    replaced[id(old)] = old, nn.Parameter(tensor, requires_grad=old.requires_grad)
+                module._parameters[name] = replaced[id(old)][1]
 
     def _check_here(self, *_: Any) -> None:
         if not self._here:
