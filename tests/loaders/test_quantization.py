@@ -28,47 +28,26 @@ torchao = pytest.importorskip("torchao", minversion="0.15.0")
 
 from torchao.quantization import (  # noqa: E402
     Float8WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     PerGroup,
     quantize_,
 )
 
+from ..models.testing_utils.features import DYNAMIC, KINDS, MESHES, quantize  # noqa: E402
+
 
 # How much further from float32 a parallel model may be than the quantised model of one process.
 QUALITY_BAR = 1.1
-
-KINDS = {
-    "int8": Int8WeightOnlyConfig(version=2),
-    "int8 dynamic": Int8DynamicActivationInt8WeightConfig(version=2),
-    "fp8": Float8WeightOnlyConfig(),
-    "int4 by groups": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
-}
-# Activations are rounded too: a last bit that another order of a sum changes moves one over to the next integer.
-DYNAMIC = ("int8 dynamic",)
 
 CONFIGS = {
     "flux": FluxTransformerTesterConfig,
     "wan": WanTransformerTesterConfig,
     "sd3": SD3TransformerTesterConfig,
 }
-MESHES = ({"tp": 2}, {"ulysses": 2}, {"ulysses": 2, "tp": 2})
+DEGREES = tuple(MESHES.values())
 CASES = [(name, kind, {"tp": 2}) for name in CONFIGS for kind in KINDS if (name, kind) != ("wan", "int4 by groups")]
-CASES += [("flux", kind, degrees) for kind in KINDS for degrees in MESHES[1:]]
-
-
-def quantize(model: nn.Module, kind: str) -> nn.Module:
-    """The same Linears of a whole model and of a sharded one."""
-
-    def is_taken(module: nn.Module, path: str) -> bool:
-        if not isinstance(module, nn.Linear) or path == "proj_out":
-            return False
-        whole = module.sharding.shapes["weight"] if hasattr(module, "sharding") else module.weight.shape
-        return "groups" not in kind or whole[1] % 8 == 0
-
-    quantize_(model, KINDS[kind], is_taken)
-    return model
+CASES += [("flux", kind, degrees) for kind in KINDS for degrees in DEGREES[1:]]
 
 
 def same_parts(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -376,7 +355,7 @@ def accelerator_worker(kind: str, degrees: dict[str, int], when: str) -> dict:
 
 @require_torch_multi_accelerator
 class TestQuantizationAccelerator(unittest.TestCase):
-    @parameterized.expand(itertools.product((*KINDS, "fp8 dynamic", "int4"), MESHES[:2], ("before", "after")))
+    @parameterized.expand(itertools.product((*KINDS, "fp8 dynamic", "int4"), DEGREES[:2], ("before", "after")))
     def test_parity(self, kind, degrees, when):
         def run():
             return run_ranks(2, accelerator_worker, kind, degrees, when, device="cuda")

@@ -1,6 +1,7 @@
 """What diffusers' models can be given besides parallelism, and the ways of being parallel: each with each."""
 
 import dataclasses
+import functools
 import math
 import tempfile
 from collections.abc import Callable
@@ -11,7 +12,14 @@ import torch
 from diffusers import FluxPipeline, TorchAoConfig
 from safetensors.torch import load_file
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+    quantize_,
+)
 
 from diffusers_rocm import ParallelConfig, load_pipeline
 from diffusers_rocm.distributed.quantized import is_quantized, parts
@@ -30,6 +38,28 @@ MESHES: dict[str, dict[str, int]] = {
 }
 
 CONFIG = FluxTransformerTesterConfig()
+
+KINDS = {
+    "int8": Int8WeightOnlyConfig(version=2),
+    "int8 dynamic": Int8DynamicActivationInt8WeightConfig(version=2),
+    "fp8": Float8WeightOnlyConfig(),
+    "int4 by groups": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)),
+}
+# Activations are rounded too: a last bit that another order of a sum changes moves one over to the next integer.
+DYNAMIC = ("int8 dynamic",)
+
+
+def quantize(model: nn.Module, kind: str) -> nn.Module:
+    """The same Linears of a whole model and of a sharded one."""
+
+    def is_taken(module: nn.Module, path: str) -> bool:
+        if not isinstance(module, nn.Linear) or path == "proj_out":
+            return False
+        whole = module.sharding.shapes["weight"] if hasattr(module, "sharding") else module.weight.shape
+        return "groups" not in kind or whole[1] % 8 == 0
+
+    quantize_(model, KINDS[kind], is_taken)
+    return model
 
 
 def lora(model: nn.Module) -> None:
@@ -50,10 +80,6 @@ def fuse(model: nn.Module) -> None:
     model.unload_lora()
 
 
-def int8(model: nn.Module) -> None:
-    quantize_(model, Int8WeightOnlyConfig(version=2))
-
-
 def group_offload(level: str) -> Callable[[nn.Module], None]:
     def offload(model: nn.Module) -> None:
         blocks = {"num_blocks_per_group": 1} if level == "block_level" else {}
@@ -68,7 +94,8 @@ class Feature:
 
     Attributes:
         loads: the model is read from a checkpoint, by these arguments, parallel already.
-        rounds: the ranks' weights are rounded otherwise than those of one process.
+        rounds: the ranks' weights, with tensor parallelism, or all activations are rounded otherwise than those of one
+            process.
         unsaved, not_whole: part of what `save_pretrained`, or with tensor parallelism `disable_parallelism`, refuses.
     """
 
@@ -78,6 +105,10 @@ class Feature:
     rounds: bool = False
     unsaved: str | None = None
     not_whole: str | None = None
+
+
+def by(kind: str) -> Callable[[nn.Module], None]:
+    return functools.partial(quantize, kind=kind)
 
 
 QUANTIZED = "is quantised, and is not saved while it is parallel"
@@ -92,18 +123,25 @@ FEATURES: dict[str, Feature] = {
     "parallel, then group offload of blocks": Feature(after=(group_offload("block_level"),)),
     "group offload of leaves, then parallel": Feature(before=(group_offload("leaf_level"),)),
     "parallel, then group offload of leaves": Feature(after=(group_offload("leaf_level"),)),
-    "int8, then parallel": Feature(before=(int8,), unsaved=QUANTIZED),
-    "parallel, then int8": Feature(after=(int8,), rounds=True, unsaved=QUANTIZED, not_whole=NOT_WHOLE),
+    **{
+        f"{kind}, then parallel": Feature(before=(by(kind),), rounds=kind in DYNAMIC, unsaved=QUANTIZED)
+        for kind in KINDS
+    },
+    **{
+        f"parallel, then {kind}": Feature(after=(by(kind),), rounds=True, unsaved=QUANTIZED, not_whole=NOT_WHOLE)
+        for kind in ("int8", "int8 dynamic", "fp8")
+    },
+    "parallel, then int4 by groups": Feature(after=(by("int4 by groups"),), unsaved=QUANTIZED),
     "read in slices, each to int8": Feature(
-        loads={"quantization_config": TorchAoConfig(Int8WeightOnlyConfig(version=2))},
+        loads={"quantization_config": TorchAoConfig(KINDS["int8"])},
         rounds=True,
         unsaved=QUANTIZED,
         not_whole=NOT_WHOLE,
     ),
-    "int8 and LoRA, then parallel": Feature(before=(int8, lora), unsaved=QUANTIZED),
-    "int8, then parallel, then LoRA": Feature(before=(int8,), after=(lora,), unsaved=QUANTIZED),
+    "int8 and LoRA, then parallel": Feature(before=(by("int8"), lora), unsaved=QUANTIZED),
+    "int8, then parallel, then LoRA": Feature(before=(by("int8"),), after=(lora,), unsaved=QUANTIZED),
     "int8, then parallel, then group offload of leaves": Feature(
-        before=(int8,), after=(group_offload("leaf_level"),), unsaved=QUANTIZED
+        before=(by("int8"),), after=(group_offload("leaf_level"),), unsaved=QUANTIZED
     ),
 }
 
@@ -175,6 +213,7 @@ PIPELINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "VAE: tile": ({"vae": "tile"}, ()),
     "VAE: replicate": ({"vae": "replicate"}, ()),
     "model offload": ({}, ("enable_model_cpu_offload",)),
+    "disk offload": ({"offload": "disk"}, ()),
 }
 
 
