@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_transformer import Clock, versions
+from bench_transformer import versions
 
 import diffusers_rocm
 from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.distributed.collectives import pass_on
 from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
 from diffusers_rocm.models.attention_parallel import Layout, attention

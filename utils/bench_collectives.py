@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_transformer import Clock, versions
+from bench_transformer import versions
 
 import diffusers_rocm
+from diffusers_rocm.benchmarks.step import Clock
 
 
 def microseconds(collective: Callable[[], object], clock: Clock, repeats: int) -> tuple[float, float]:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_transformer import build, versions
+from bench_transformer import versions
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
 import diffusers_rocm
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build
 from diffusers_rocm.hooks import rank_guard
 from diffusers_rocm.hooks.rank_guard import GuardedScheduler
 from diffusers_rocm.pipelines import guard_ranks
@@ -66,12 +67,13 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    args.model = "flux"
+    shape = {"num_layers": args.double, "num_single_layers": args.single, "num_attention_heads": args.width // 128}
     device = diffusers_rocm.init()
     embeddings = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)).to(device, args.dtype)
     pooled = torch.randn(1, 768, generator=torch.Generator().manual_seed(1)).to(device, args.dtype)
     config = diffusers_rocm.ParallelConfig(tp=args.tp, ulysses=args.ulysses)
-    pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, build(args, device))
+    model = build(KNOWN_MODELS["flux"], shape, device, args.dtype)
+    pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), *[None] * 5, model)
     pipe.set_progress_bar_config(disable=True)
 
     def call() -> float:

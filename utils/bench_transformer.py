@@ -29,109 +29,22 @@ from pathlib import Path
 import diffusers
 import torch
 import torch.distributed as dist
-from diffusers import FluxTransformer2DModel, HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 import diffusers_rocm
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
+from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 
 
-def flux(args: argparse.Namespace) -> torch.nn.Module:
-    return FluxTransformer2DModel(
-        guidance_embeds=True,
-        num_layers=args.double,
-        num_single_layers=args.single,
-        num_attention_heads=args.width // 128,
-    )
-
-
-def flux_inputs(args: argparse.Namespace, randn, device: torch.device) -> dict:
-    side = (args.resolution or 1024) // 16
-    ids = torch.zeros(side, side, 3, device=device, dtype=args.dtype)
-    ids[..., 1] += torch.arange(side, device=device)[:, None]
-    ids[..., 2] += torch.arange(side, device=device)[None]
-    return {
-        "hidden_states": randn(1, side * side, 64),
-        "encoder_hidden_states": randn(1, args.text or 512, 4096),
-        "pooled_projections": randn(1, 768),
-        "timestep": torch.tensor([0.5], device=device, dtype=args.dtype),
-        "guidance": torch.tensor([4.0], device=device),  # exact in bf16 after the model's factor of 1000
-        "img_ids": ids.reshape(-1, 3),
-        "txt_ids": torch.zeros(args.text or 512, 3, device=device, dtype=args.dtype),
-    }
-
-
-def hunyuan_video(args: argparse.Namespace) -> torch.nn.Module:
-    return HunyuanVideoTransformer3DModel(
-        num_layers=args.double, num_single_layers=args.single, num_attention_heads=args.width // 128
-    )
-
-
-def hunyuan_video_inputs(args: argparse.Namespace, randn, device: torch.device) -> dict:
-    """16 / 9 of the resolution by the resolution (720 if not given), 129 frames; half of the text is padding."""
-    height, text = (args.resolution or 720) // 8, args.text or 256
-    mask = torch.zeros(1, text, device=device, dtype=torch.bool)
-    mask[:, : text // 2] = True
-    return {
-        "hidden_states": randn(1, 16, (args.frames - 1) // 4 + 1, height, height * 16 // 9),
-        "encoder_hidden_states": randn(1, text, 4096),
-        "encoder_attention_mask": mask,
-        "pooled_projections": randn(1, 768),
-        "timestep": torch.tensor([500], device=device),
-        "guidance": torch.tensor([6000.0], device=device, dtype=args.dtype),
-    }
-
-
-def wan(args: argparse.Namespace) -> torch.nn.Module:
-    """Wan 2.1 14B, text to video; its blocks are all of one kind."""
-    heads = args.width // 128
-    return WanTransformer3DModel(num_layers=args.double, num_attention_heads=heads, ffn_dim=args.width * 27 // 10)
-
-
-def wan_inputs(args: argparse.Namespace, randn, device: torch.device) -> dict:
-    """832 / 480 of the resolution by the resolution (480 if not given), 81 frames."""
-    height = (args.resolution or 480) // 8
-    return {
-        "hidden_states": randn(1, 16, (args.frames - 1) // 4 + 1, height, height * 26 // 15),
-        "encoder_hidden_states": randn(1, args.text or 512, 4096),
-        "timestep": torch.tensor([500], device=device),
-    }
-
-
-# The module, its inputs, and the double and single blocks, width and frames of the real model.
-MODELS = {
-    "flux": (flux, flux_inputs, (19, 38), 3072, 1),
-    "hunyuan-video": (hunyuan_video, hunyuan_video_inputs, (20, 40), 3072, 129),
-    "wan": (wan, wan_inputs, (40, 0), 5120, 81),
-}
-
-
-def build(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The model with random weights that are equal on every rank, made on the device itself."""
-    with torch.device("meta"):
-        model = MODELS[args.model][0](args)
-    model = model.to(args.dtype).to_empty(device=device).eval().requires_grad_(False)
-    if args.model == "wan":  # its positions are buffers, which have no values yet
-        model.rope = WanRotaryPosEmbed(128, model.config.patch_size, model.config.rope_max_seq_len).to(device)
-    generator = torch.Generator(device=device).manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, 0.02, generator=generator)
-        elif "norm" in name and name.endswith("weight"):
-            parameter.fill_(1)
-        else:
-            parameter.normal_(0, 0.01, generator=generator)
-    return model
-
-
-def inputs(args: argparse.Namespace, device: torch.device) -> dict:
-    generator = torch.Generator(device=device).manual_seed(1)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=args.dtype)
-
-    return {**MODELS[args.model][1](args, randn, device), "return_dict": False}
+def config(args: argparse.Namespace) -> dict:
+    """Fewer or narrower blocks than the model's."""
+    given = {"num_layers": args.double, "num_single_layers": args.single}
+    if args.width is not None:
+        given["num_attention_heads"] = args.width // 128
+        if args.model == "wan":
+            given["ffn_dim"] = args.width * 27 // 10
+    return {name: value for name, value in given.items() if value is not None}
 
 
 MESH = re.compile(r"(diffusers-)?(?:cfg(\d+))?(?:ring(\d+))?(?:ulysses(\d+))?(?:tp(\d+))?(-allgather)?(-int8)?")
@@ -167,34 +80,12 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class Clock:
-    """Times work on the device by its events; on a CPU by the host's clock."""
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-
-    def sync(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def milliseconds(self, step) -> float:
-        if not self.cuda:
-            start = time.perf_counter()
-            step()
-            return (time.perf_counter() - start) * 1000
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        stop.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(stop)
-
-
 @torch.no_grad()
 def float32_reference(args: argparse.Namespace, device: torch.device) -> torch.Tensor:
     """The same weights and inputs, all arithmetic in float32."""
-    model = build(args, device).float()
-    given = inputs(args, device).items()
+    known = KNOWN_MODELS[args.model]
+    model = build(known, config(args), device, args.dtype).float()
+    given = inputs(known, args.size, model, args.dtype).items()
     kwargs = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given}
     return model(**kwargs)[0]
 
@@ -202,7 +93,9 @@ def float32_reference(args: argparse.Namespace, device: torch.device) -> torch.T
 @torch.no_grad()
 def measure(mode: str, args: argparse.Namespace, device: torch.device) -> tuple[dict, torch.Tensor]:
     name, *flags = mode.split("+")
-    model, kwargs, clock = build(args, device), inputs(args, device), Clock(device)
+    known, clock = KNOWN_MODELS[args.model], Clock(device)
+    model = build(known, config(args), device, args.dtype)
+    kwargs = inputs(known, args.size, model, args.dtype)
     name, _, backend = name.partition("@")
     _AttentionBackendRegistry.set_active_backend("native")  # an earlier mode may have set it for the process
     if backend:
@@ -253,24 +146,21 @@ def versions() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modes", nargs="+")
-    parser.add_argument("--model", choices=MODELS, default="flux")
-    parser.add_argument("--resolution", type=int, help="default: 1024; 720 for HunyuanVideo, 480 for Wan")
+    parser.add_argument("--model", choices=KNOWN_MODELS, default="flux")
+    parser.add_argument("--resolution", type=int, help="the height; default: the model's")
     parser.add_argument("--frames", type=int, help="of a video; default: the model's")
     parser.add_argument("--guidance", action="store_true", help="two forwards a step")
     parser.add_argument("--double", type=int, help="double-stream blocks; default: the model's")
     parser.add_argument("--single", type=int, help="single-stream blocks; default: the model's")
     parser.add_argument("--width", type=int, help="default: the model's")
-    parser.add_argument("--text", type=int, help="text tokens; default: 512; 256 for HunyuanVideo")
+    parser.add_argument("--text", type=int, help="text tokens; default: the model's")
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--no-error", action="store_true", help="leave out the float32 reference, and the error")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    (double, single), width, frames = MODELS[args.model][2:]
-    args.width, args.frames = args.width or width, args.frames or frames
-    args.double = double if args.double is None else args.double
-    args.single = single if args.single is None else args.single
+    args.size = KNOWN_MODELS[args.model].sized(args.resolution, args.frames, args.text)
     device = diffusers_rocm.init()
     rank = dist.get_rank()
 

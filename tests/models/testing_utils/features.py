@@ -157,11 +157,15 @@ def _said(function: Callable, *args: Any) -> str:
 
 def _same(model: nn.Module, wanted: nn.Module) -> bool:
     found, other = model.state_dict(), wanted.state_dict()
-    return found.keys() == other.keys() and all(
-        parts(found[name]).keys() == parts(x).keys()
-        and all(torch.allclose(parts(found[name])[key], part, rtol=1e-5, atol=1e-6) for key, part in parts(x).items())
-        for name, x in other.items()
-    )
+    if found.keys() != other.keys():
+        return False
+    for name, x in other.items():
+        own, wanted = parts(found[name]), parts(x)
+        if own.keys() != wanted.keys():
+            return False
+        if not all(torch.allclose(own[key].double(), part.double(), 1e-5, 1e-6) for key, part in wanted.items()):
+            return False
+    return True
 
 
 @torch.no_grad()

@@ -1,0 +1,313 @@
+"""The time and the memory of a denoising step, by mesh: a model of its real size, the peers beside it, in one run."""
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory
+from diffusers import ModelMixin
+from torch import Tensor
+
+from ..distributed import init
+from ..distributed.agreement import fail_together
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_int64, broadcast_from_first
+from ..distributed.compression import COMMUNICATION, EXACT
+from ..distributed.mesh import AXES, resolve_degrees
+from ..hooks.step_graph import WARM_UP, StepGraph
+from ..models._modeling_parallel import ParallelConfig
+from ..pipelines.peaks import device_peak
+from .known_models import KNOWN_MODELS, Size, build, inputs
+
+
+MODES = ("eager", "compile", "graph", "compile+graph")
+PEERS = ("diffusers", "cache-dit", "device-map")
+ONE = "one rank"
+# The largest relative L2 distance of an output from that of one rank. Two runs in bfloat16 round differently (each is
+# about 0.015 from float32 with FLUX.1's shape); what a missing exchange leaves is of the order of 1.
+BARS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+LOSSY_BAR = 5e-2
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What is measured: every mesh and every peer in every mode, after one rank in that mode.
+
+    Attributes:
+        meshes: `parse_mesh` reads them; all of as many ranks.
+        guidance: a step is two forwards, with another text in the second.
+        repeats: steps timed in a row; `rounds`: how often all rows are gone through, each time from another one on.
+    """
+
+    model: str
+    meshes: tuple[str, ...]
+    size: Size
+    modes: tuple[str, ...] = ("eager",)
+    peers: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    guidance: bool = False
+    dtype: str = "bfloat16"
+    device: str | None = None
+    warmup: int = 2
+    repeats: int = 8
+    rounds: int = 2
+
+
+def parse_mesh(text: str) -> dict[str, Any]:
+    """`"ring=2,tp=2,int8"` as arguments of `ParallelConfig`.
+
+    Raises:
+        ValueError: neither an axis with its degree, nor a way of sending, nor a way round the ring.
+    """
+    found: dict[str, Any] = {}
+    for word in text.split(","):
+        name, _, degree = word.strip().partition("=")
+        if name in AXES and name != "dp" and degree.isdecimal() and int(degree) > 0:
+            found[name] = int(degree)
+        elif word in COMMUNICATION and word != EXACT:
+            found["communication"] = word
+        elif word == "allgather":
+            found["rotate_method"] = word
+        else:
+            axes = ", ".join(f"{axis}=N" for axis in AXES if axis != "dp")
+            words = ", ".join(["allgather", *(each for each in COMMUNICATION if each != EXACT)])
+            raise ValueError(f"--mesh {text}: {word!r} is none of {axes}, {words}")
+    return found
+
+
+def ranks_of(mesh: str) -> int:
+    return math.prod(degree for name, degree in parse_mesh(mesh).items() if name in AXES)
+
+
+@dataclass
+class Row:
+    """One way to run a step.
+
+    Attributes:
+        distance: of its output from that of one rank in the first mode, relative L2.
+        note: why there are no times.
+    """
+
+    name: str
+    mode: str
+    milliseconds: list[float] = field(default_factory=list)
+    peak: list[int] = field(default_factory=list)
+    distance: float | None = None
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds) if self.milliseconds else math.nan
+
+
+class Clock:
+    """Times work on the device by its events; on a CPU by the host's clock."""
+
+    def __init__(self, device: torch.device):
+        self._module = torch.get_device_module(device) if device.type != "cpu" else None
+
+    def sync(self) -> None:
+        if self._module is not None:
+            self._module.synchronize()
+
+    def milliseconds(self, work: Callable[[], Any]) -> float:
+        if self._module is None:
+            start = time.perf_counter()
+            work()
+            return (time.perf_counter() - start) * 1000
+        start, stop = (self._module.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        self._module.synchronize()
+        return start.elapsed_time(stop)
+
+
+def measure_step(request: StepRequest, told: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """All rows; every rank calls it. `told` hears of each row when its last round is over."""
+    device = init(request.device, timeout=timedelta(minutes=10))
+    runner = _Runner(request, device)
+    rows = [Row(name, mode) for mode in request.modes for name in (ONE, *request.meshes, *_peer_names(request))]
+    for turn in range(request.rounds):
+        start = turn * len(rows) // request.rounds
+        # One rank is the first of the first round: the others' outputs are compared with its.
+        for row in rows[start:] + rows[:start]:
+            if not row.note:
+                runner.run(row)
+            if turn == request.rounds - 1:
+                told(row)
+    return rows
+
+
+def _peer_names(request: StepRequest) -> Iterator[str]:
+    for peer in request.peers:
+        if peer == "device-map":
+            yield peer
+        else:
+            yield from (f"{peer} {mesh}" for mesh in request.meshes if set(parse_mesh(mesh)) <= set(AXES))
+
+
+class _Runner:
+    def __init__(self, request: StepRequest, device: torch.device):
+        self._request, self._device, self._clock = request, device, Clock(device)
+        self._known = KNOWN_MODELS[request.model]
+        self._dtype = getattr(torch, request.dtype)
+        self._wanted: Tensor | None = None
+        self._world = Axis.of_all()
+
+    @torch.no_grad()
+    def run(self, row: Row) -> None:
+        """Build the model as the row says, time its steps, and compare what comes out."""
+        flags = row.mode.split("+")
+        alone = row.name == "device-map"  # one process that has all GPUs
+        here = not alone or self._world.rank == 0
+        step = graph = output = None
+        with _noted(row, self._world):
+            if here:
+                model = build(self._known, self._request.config, self._device, self._dtype)
+                step = self._step(model, inputs(self._known, self._request.size, model, self._dtype))
+                model = self._enabled(row.name, model)
+                if "compile" in flags:
+                    model.compile_repeated_blocks(fullgraph=row.name in (ONE, *self._request.meshes))
+                if "graph" in flags:
+                    graph = StepGraph(model)
+                for _ in range(self._request.warmup + (WARM_UP if graph is not None else 0)):
+                    step()
+                self._clock.sync()
+        if not row.note:
+            self._together()
+            self._reset_peaks()
+            if here:
+                row.milliseconds += [self._clock.milliseconds(step) for _ in range(self._request.repeats)]
+                output = step().clone()
+            self._together()
+            row.peak = self._peaks(alone)
+            self._compare(row, output)
+        if graph is not None:
+            graph.remove()
+        model = step = graph = output = None
+        self._free()
+
+    def _enabled(self, name: str, model: ModelMixin) -> ModelMixin:
+        peer, _, mesh = name.rpartition(" ")
+        if name == ONE:
+            return model
+        if name == "device-map":
+            memory = get_balanced_memory(model, no_split_module_classes=model._no_split_modules)
+            places = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
+            return dispatch_model(model, places)
+        degrees = parse_mesh(mesh)
+        if peer == "diffusers":
+            _enable_diffusers(model, degrees)
+        elif peer == "cache-dit":
+            _enable_cache_dit(model, degrees)
+        else:
+            model.enable_parallelism(config=ParallelConfig(**degrees))
+        return model
+
+    def _step(self, model: ModelMixin, given: Mapping[str, Any]) -> Callable[[], Tensor]:
+        other = {**given, "encoder_hidden_states": given["encoder_hidden_states"].flip(1)}
+
+        def step() -> Tensor:
+            prediction = model(**given)[0]
+            if not self._request.guidance:
+                return prediction
+            unguided = model(**other)[0]
+            return unguided + 5 * (prediction - unguided)
+
+        return step
+
+    def _compare(self, row: Row, output: Tensor | None) -> None:
+        """On the first rank, whose answer all take."""
+        if self._wanted is None:
+            if row.name != ONE:  # which had no room
+                return
+            self._wanted = output
+        distance = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if output is not None:
+            wanted = self._wanted.float()
+            distance += (output.to(self._device).float() - wanted).norm() / wanted.norm()
+        row.distance = broadcast_from_first(distance, self._world).item()
+        bar = LOSSY_BAR if any(word in row.name for word in COMMUNICATION) else BARS[self._dtype]
+        if not row.distance <= bar:
+            row.note = f"wrong: {row.distance:.1e} from {ONE}, more than {bar:.0e}"
+
+    def _together(self) -> None:
+        if self._world.size > 1:
+            dist.barrier()
+
+    def _reset_peaks(self) -> None:
+        if self._device.type != "cpu":
+            module = torch.get_device_module(self._device)
+            for index in range(module.device_count()):
+                module.reset_peak_memory_stats(index)
+
+    def _peaks(self, alone: bool) -> list[int]:
+        """Bytes of each rank's device; of all devices by the first rank, if that has them."""
+        if not alone:
+            return all_gather_int64(torch.tensor([device_peak(self._device)]), self._world).flatten().tolist()
+        module = torch.get_device_module(self._device)
+        own = [module.max_memory_allocated(index) for index in range(self._world.size)]
+        return broadcast_from_first(torch.tensor(own), self._world).tolist()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+        torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _noted(row: Row, world: Axis) -> Iterator[None]:
+    """What cannot be had is noted in the row, on all ranks; peers raise all kinds of errors."""
+    try:
+        with fail_together("have it so", world):
+            yield
+    except Exception as error:
+        row.note = f"not run: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _enable_diffusers(model: ModelMixin, degrees: Mapping[str, int]) -> None:
+    used = {name for name, degree in degrees.items() if degree > 1}
+    if used <= {"ring", "ulysses"}:
+        ring, ulysses = (degrees.get(name, 1) for name in ("ring", "ulysses"))
+        config = diffusers.ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+    elif used == {"tp"} and hasattr(diffusers, "TensorParallelConfig"):
+        config = diffusers.TensorParallelConfig(tp_degree=degrees["tp"])
+    else:
+        raise ValueError(f"diffusers {diffusers.__version__} has no {' x '.join(sorted(used))}")
+    model.enable_parallelism(config=config)
+
+
+def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int]) -> None:
+    import cache_dit
+
+    used = {f"{name}_size": degree for name, degree in degrees.items() if degree > 1}
+    if "cfg_size" in used:
+        raise ValueError("cache-dit has no parallel guidance")
+    ways = {"attention_backend": "_native_cudnn" if "ring_size" in used else "native"}
+    cache_dit.enable_cache(model, parallelism_config=cache_dit.ParallelismConfig(**used, **ways))
+
+
+def check_meshes(meshes: tuple[str, ...]) -> int:
+    """The ranks that all of them have.
+
+    Raises:
+        ValueError: they differ.
+    """
+    counts = {mesh: ranks_of(mesh) for mesh in meshes}
+    world = max(counts.values())
+    for mesh, count in counts.items():
+        if count != world:
+            resolve_degrees({name: x for name, x in parse_mesh(mesh).items() if name in AXES}, world)
+    return world

@@ -1,0 +1,51 @@
+"""`diffusers-rocm bench comm`: the collectives of a model's step, at the sizes that it sends."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..benchmarks.comm import comm_table, measure_comm
+from ..benchmarks.report import header
+from ..benchmarks.step import StepRequest, check_meshes
+from ..distributed.launching import end_rank, launch, under_torchrun
+from . import bench_step, env
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("comm", help="what the collectives of a step take on this machine's links")
+    bench_step.add_arguments(parser)
+    parser.add_argument("--mesh", required=True, help="tp=4, ring=2,ulysses=2, ...")
+
+
+def check(args: argparse.Namespace) -> StepRequest:
+    """Raises ValueError."""
+    if check_meshes((args.mesh,)) == 1:
+        raise ValueError(f"--mesh {args.mesh}: one rank sends nothing")
+    return bench_step.check_request(args, [args.mesh])
+
+
+@record
+def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> None:
+    found = measure_comm(request)
+    if not bench_step.is_first():
+        return
+    environment = env.collect()
+    heading = header(request, environment, check_meshes(request.meshes)).rsplit("\n", 1)[0]
+    print(f"{heading}\n{args.mesh}, one eager forward\n{comm_table(found)}", flush=True)
+    if args.json is not None:
+        content = {
+            "command": " ".join(["diffusers-rocm", *argv]),
+            "request": asdict(request),
+            "environment": environment,
+            "collectives": [asdict(each) for each in found],
+        }
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    if not under_torchrun():
+        return launch(check_meshes(request.meshes), ["diffusers_rocm", *argv], port=args.port)
+    measure(request, args, argv)
+    end_rank()

@@ -1,0 +1,69 @@
+"""`diffusers-rocm bench memory`: the peaks of memory of each rank, stage by stage."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..distributed.launching import end_rank, launch, under_torchrun
+from ..distributed.mesh import AXES
+from ..pipelines.generation import GenerationRequest
+from ..pipelines.memory import measure_memory, report
+from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
+from . import generate
+
+
+def add_parser(subparsers) -> None:
+    memory = subparsers.add_parser("memory", help="peaks of memory, of each rank and stage, while one picture is made")
+    generate.add_arguments(memory)
+    memory.add_argument(
+        "--write-random-flux",
+        action="store_true",
+        help="first write a pipeline of FLUX.1-dev's size with random weights (34 GB) to --model, if it is not there",
+    )
+    memory.add_argument("--json", type=Path, help="also write what was measured to this file")
+    memory.set_defaults(steps=2)
+
+
+def check(args: argparse.Namespace) -> GenerationRequest:
+    """Raises ValueError."""
+    if args.json is not None:
+        generate.check_writable(args.json.parent)
+        if args.json.is_dir():
+            raise ValueError(f"--json {args.json} is a folder")
+    if args.prompts_file is not None or len(args.prompt) > 1:
+        raise ValueError("bench memory makes one picture: give one --prompt, or none")
+    args.prompt = args.prompt or ["a red bicycle"]
+    writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
+    if writes:
+        generate.check_writable(Path(args.model))
+        write_flux_configs(Path(args.model))
+    request = generate.check_request(args)  # it writes no picture
+    if writes:
+        print(f"random weights are in {args.model}, or are written there now", file=sys.stderr)
+        write_random_flux(Path(args.model))
+    return request
+
+
+@record
+def measure(request: GenerationRequest, file: Path | None) -> None:
+    measured = measure_memory(request)
+    measured["request"]["model"] = Path(request.model).name
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(report(measured))
+        if file is not None:
+            file.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    world = math.prod(getattr(request, name) for name in AXES)
+    if world > 1 and not under_torchrun():
+        return launch(world, ["diffusers_rocm", *argv], port=args.port)
+    measure(request, args.json)
+    if under_torchrun():
+        end_rank()
+    return 0

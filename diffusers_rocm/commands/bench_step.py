@@ -1,0 +1,170 @@
+"""`diffusers-rocm bench step`: a denoising step by mesh and mode, beside one GPU and the peers."""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..benchmarks.known_models import KNOWN_MODELS
+from ..benchmarks.report import as_json, draw, header, table
+from ..benchmarks.step import MODES, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
+from ..distributed.launching import check_port, end_rank, launch, under_torchrun
+from . import env
+from .generate import check_writable, on_gpus
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `bench comm` too."""
+    parser.add_argument("--model", choices=KNOWN_MODELS, default="flux", help="of its real size, with random weights")
+    parser.add_argument("--resolution", type=int, help="the height; default: what the model is for")
+    parser.add_argument("--frames", type=int, help="of a video; default: what the model is for")
+    parser.add_argument("--text", type=int, help="text tokens")
+    parser.add_argument(
+        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="change the model: num_layers=2, say"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; float32 on a CPU"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
+    parser.add_argument("--repeats", type=int, default=8, help="times in a row that are measured")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--port", type=int, default=0, help="of the ranks' rendezvous; default: one that is free")
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("step", help="milliseconds and memory of a denoising step, mesh by mesh")
+    add_arguments(parser)
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        default=[],
+        help="tp=4 ring=2,ulysses=2 tp=4,int8 ...; default: all GPUs by each of tp, ulysses and ring",
+    )
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=["eager"], help="each mesh in each of these")
+    parser.add_argument("--compare", nargs="+", choices=PEERS, default=[], help="the same by others, where installed")
+    parser.add_argument("--guidance", action="store_true", help="a step is two forwards")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the times")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all rows are gone through")
+    parser.add_argument("--chart", type=Path, help="also draw the rows, as a PNG")
+
+
+def check(args: argparse.Namespace) -> StepRequest:
+    """Raises ValueError."""
+    request = check_request(args, args.mesh or _all_gpus(args))
+    for name in ("warmup", "rounds"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
+    if any("graph" in mode for mode in args.mode) and not on_gpus(args):
+        raise ValueError("--mode graph needs a GPU")
+    if "device-map" in args.compare and not on_gpus(args):
+        raise ValueError("--compare device-map spreads layers over GPUs, and there are none")
+    if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
+        raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
+    if args.chart is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--chart needs matplotlib: pip install 'diffusers_rocm[bench]'")
+        if args.chart.suffix.lower() != ".png":
+            raise ValueError(f"--chart writes a PNG; {args.chart} does not end in .png")
+        check_writable(args.chart.parent)
+    return StepRequest(
+        **vars(request)
+        | {
+            "modes": tuple(args.mode),
+            "peers": tuple(args.compare),
+            "guidance": args.guidance,
+            "warmup": args.warmup,
+            "rounds": args.rounds,
+        }
+    )
+
+
+def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
+    """What `bench step` and `bench comm` share. Raises ValueError."""
+    for name in ("resolution", "frames", "text", "repeats"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1; got {value}")
+    known = KNOWN_MODELS[args.model]
+    if not hasattr(diffusers, known.cls):
+        raise ValueError(f"diffusers {diffusers.__version__} has no {known.cls}")
+    size = known.sized(args.resolution, args.frames, args.text)
+    if min(size.height, size.width) < 64 or size.height % 32 or size.width % 32:
+        raise ValueError(f"--resolution {args.resolution}: {size.height}x{size.width} is no multiple of 32 from 64 on")
+    world, count = check_meshes(tuple(meshes)), torch.cuda.device_count()
+    if under_torchrun() and world != int(os.environ["WORLD_SIZE"]):
+        raise ValueError(f"--mesh {meshes[0]} is of {world} rank(s), and torchrun started another number")
+    if on_gpus(args) and world > count:
+        raise ValueError(f"{world} ranks need as many GPUs and {count} are visible; --device cpu needs none")
+    if not under_torchrun():
+        check_port(args.port)
+    if args.json is not None:
+        if args.json.is_dir():
+            raise ValueError(f"--json {args.json} is a folder")
+        check_writable(args.json.parent)
+    return StepRequest(
+        model=args.model,
+        meshes=tuple(meshes),
+        size=size,
+        config=dict(map(_setting, args.config)),
+        dtype=args.dtype or ("bfloat16" if on_gpus(args) else "float32"),
+        device=args.device,
+        repeats=args.repeats,
+    )
+
+
+def _all_gpus(args: argparse.Namespace) -> list[str]:
+    count = torch.cuda.device_count() if on_gpus(args) else 0
+    if count == 0:
+        raise ValueError("there are no GPUs to take all of: give --mesh tp=2, say")
+    return [f"{axis}={count}" for axis in ("tp", "ulysses", "ring")]
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, found, value = text.partition("=")
+    if not found:
+        raise ValueError(f"--config {text}: write NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@record
+def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    def told(row: Row) -> None:
+        if is_first():
+            print(f"{row.name}, {row.mode}: {row.note or f'{row.median:.2f} ms'}", file=sys.stderr, flush=True)
+
+    rows = measure_step(request, told)
+    if is_first():
+        environment = env.collect()
+        heading = header(request, environment, check_meshes(request.meshes))
+        print(f"{heading}\n{table(rows)}", flush=True)
+        if args.json is not None:
+            command = " ".join(["diffusers-rocm", *argv])
+            args.json.write_text(json.dumps(as_json(request, rows, environment, command), indent=1) + "\n")
+        if args.chart is not None:
+            draw(rows, heading.splitlines()[0], args.chart)
+    return 1 if any(row.note.startswith("wrong") for row in rows) else 0
+
+
+def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    world = check_meshes(request.meshes)
+    if world > 1 and not under_torchrun():
+        return launch(world, ["diffusers_rocm", *argv], port=args.port)
+    code = measure(request, args, argv)
+    if under_torchrun() and code == 0:
+        end_rank()
+    return code
