@@ -9,12 +9,13 @@ version = re.search(r'__version__ = "([^"]+)"', (here / "diffusers_rocm" / "__in
 
 video = ["imageio", "imageio-ffmpeg", "ftfy"]
 quantization = ["torchao>=0.15", "peft"]
+bench = ["matplotlib"]
 
 extras = {
-    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", *quantization, *video],
+    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", *quantization, *video, *bench],
     "video": video,
     "quality": ["ruff"],
-    "bench": ["matplotlib"],
+    "bench": bench,
     "quantization": quantization,
 }
 

@@ -91,7 +91,7 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     )
     axes.bar_label(bars, [f"{row.median:.1f}  ({speedup:.2f}x)" for row, speedup in timed], padding=3)
     axes.invert_yaxis()
-    axes.margins(x=0.2)
+    axes.margins(x=0.3)
     axes.set_xlabel("milliseconds a step")
     axes.set_title(title, fontsize="small")
     figure.savefig(file, dpi=150)

@@ -36,7 +36,7 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
     print(f"{heading}\n{args.mesh}, one eager forward\n{comm_table(found)}", flush=True)
     if args.json is not None:
         content = {
-            "command": " ".join(["diffusers-rocm", *argv]),
+            "command": bench_step.command_line(argv),
             "request": asdict(request),
             "environment": environment,
             "collectives": [asdict(each) for each in found],

@@ -137,6 +137,12 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def command_line(argv: list[str]) -> str:
+    """How to measure the same again; where it was written does not matter."""
+    files = {index + step for index, word in enumerate(argv) if word in ("--json", "--chart") for step in (0, 1)}
+    return " ".join(["diffusers-rocm", *(word for index, word in enumerate(argv) if index not in files)])
+
+
 def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -153,7 +159,7 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
         heading = header(request, environment, check_meshes(request.meshes))
         print(f"{heading}\n{table(rows)}", flush=True)
         if args.json is not None:
-            command = " ".join(["diffusers-rocm", *argv])
+            command = command_line(argv)
             args.json.write_text(json.dumps(as_json(request, rows, environment, command), indent=1) + "\n")
         if args.chart is not None:
             draw(rows, heading.splitlines()[0], args.chart)

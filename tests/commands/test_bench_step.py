@@ -1,0 +1,212 @@
+"""`diffusers-rocm bench step` and `bench comm`: what they measure, what they call wrong, and what they refuse."""
+
+import importlib.util
+import json
+import re
+import tempfile
+import unittest
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from PIL import Image
+
+from diffusers_rocm import commands
+from diffusers_rocm.benchmarks.comm import Collective, measure_comm
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, inputs
+from diffusers_rocm.benchmarks.report import as_json, draw, table
+from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
+from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
+
+from ..testing_utils import run_ranks
+
+
+CPU = torch.device("cpu")
+SMALL = {
+    "flux": {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4},
+    "flux2": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 64},
+    "chroma": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "approximator_hidden_dim": 64},
+    "qwen-image": {"num_layers": 1, "num_attention_heads": 2},
+    "sd3.5-large": {"num_layers": 1, "num_attention_heads": 2, "caption_projection_dim": 128},
+    "hunyuan-video": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
+    "wan": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64},
+    "ltx": {"num_layers": 1, "num_attention_heads": 2, "cross_attention_dim": 128},
+}
+# Of the published checkpoints, in billions: as their model cards and files say.
+PARAMETERS = {
+    "flux": 11.9,
+    "flux2": 32.2,
+    "chroma": 8.9,
+    "qwen-image": 20.4,
+    "sd3.5-large": 8.06,
+    "hunyuan-video": 12.8,
+    "wan": 14.3,
+    "ltx": 1.92,
+}
+
+
+def request(*meshes: str, **options) -> StepRequest:
+    size = Size(256, 256, text=16)
+    given = {"config": SMALL["flux"], "dtype": "float32", "device": "cpu", "warmup": 1, "repeats": 2} | options
+    return StepRequest("flux", meshes, size, **given)
+
+
+def as_rows(rows: list[Row]) -> list[tuple]:
+    return [(row.name, row.mode, len(row.milliseconds), row.distance, row.note) for row in rows]
+
+
+def step_worker() -> list[tuple]:
+    modes = ("eager", "compile")
+    return as_rows(measure_step(request("tp=2", "ring=2", "tp=2,int8", modes=modes, peers=("cache-dit",))))
+
+
+def guidance_worker() -> list[tuple]:
+    return as_rows(measure_step(request("cfg=2", "ulysses=2", guidance=True)))
+
+
+def broken_worker() -> tuple[list[tuple], str]:
+    """Tensor parallelism that forgets to add up."""
+    with mock.patch.object(dist, "all_reduce"):
+        rows = measure_step(request("tp=2"))
+    return as_rows(rows), table(rows)
+
+
+def comm_worker(mesh: str) -> list[Collective]:
+    return measure_comm(request(mesh))
+
+
+class TestKnownModels(unittest.TestCase):
+    @parameterized.expand(KNOWN_MODELS)
+    def test_size(self, name):
+        """As the published model has it; both plans are there; a forward of its inputs is finite."""
+        known = KNOWN_MODELS[name]
+        if not hasattr(diffusers, known.cls):
+            self.skipTest(f"diffusers {diffusers.__version__} has no {known.cls}")
+        cls = getattr(diffusers, known.cls)
+        get_tensor_parallel_plan(cls), get_context_parallel_plan(cls, None)
+        with torch.device("meta"):
+            count = sum(x.numel() for x in cls(**known.config).parameters())
+        assert count / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
+        model = build(known, SMALL[name], CPU, torch.float32)
+        size = known.sized(128, 9 if known.size.frames > 1 else None, 16)
+        with torch.no_grad():
+            output = model(**inputs(known, size, model, torch.float32))[0]
+        assert output.isfinite().all() and output.std() > 0.01
+
+    def test_sizes_keep_their_shape(self):
+        assert KNOWN_MODELS["hunyuan-video"].sized(360, None, None) == Size(360, 640, 129, 256)
+        assert KNOWN_MODELS["wan"].sized(None, 5, 7) == Size(480, 832, 5, 7)
+
+
+class TestBenchStep(unittest.TestCase):
+    def test_rows(self):
+        """Every mesh in every mode, twice two times; a peer that is not installed is said, and not timed."""
+        if importlib.util.find_spec("cache_dit") is not None:
+            self.skipTest("cache-dit is installed")
+        names = [ONE, "tp=2", "ring=2", "tp=2,int8", "cache-dit tp=2", "cache-dit ring=2"]
+        for rows in run_ranks(2, step_worker):
+            assert [row[:2] for row in rows] == [(name, mode) for mode in ("eager", "compile") for name in names]
+            for name, _, count, distance, note in rows:
+                if "cache-dit" in name:
+                    assert (count, distance) == (0, None) and "No module named 'cache_dit'" in note, rows
+                else:
+                    assert (count, note) == (4, "") and distance <= (5e-2 if "int8" in name else 1e-4), rows
+                    assert "int8" not in name or distance > 1e-4, rows
+
+    def test_guidance(self):
+        for rows in run_ranks(2, guidance_worker):
+            assert len(rows) == 3 and all(row[2] == 4 and row[3] <= 1e-4 for row in rows), rows
+
+    def test_wrong_is_not_timed(self):
+        for rows, shown in run_ranks(2, broken_worker):
+            assert rows[0][4] == "" and rows[1][4].startswith("wrong: "), rows
+            line = next(line for line in shown.splitlines() if line.startswith("tp=2"))
+            assert re.fullmatch(r"tp=2 +eager +wrong: \S+ from one rank, more than 1e-04", line), shown
+
+    @parameterized.expand([("tp=2",), ("ulysses=2",)])
+    def test_comm(self, mesh):
+        for found in run_ranks(2, comm_worker, mesh):
+            calls = {"all-reduce": 0, "all-to-all": 0, "all-gather": 0}
+            for each in found:
+                calls[each.name] += each.calls
+            # A double block has two products a stream that end in a sum, a single block one; attention two exchanges.
+            assert (calls["all-reduce"], calls["all-to-all"]) == ((6, 0) if mesh == "tp=2" else (0, 6)), calls
+            assert all(each.microseconds > 0 and len(each.sent) == 2 for each in found)
+            image = 256 * 4 * 128 * 4  # bytes of the image's tokens, in float32
+            sums = {size for each in found if each.name == "all-reduce" for size in each.sent}
+            assert mesh != "tp=2" or sums == {image, image // 16, image + image // 16}, sums
+
+    def test_command(self):
+        with tempfile.TemporaryDirectory() as folder:
+            output, file = StringIO(), Path(folder, "made", "step.json")
+            config = [f"{name}={value}" for name, value in SMALL["flux"].items()]
+            arguments = ["--mesh", "tp=1", "--resolution", "128", "--text", "16", "--repeats", "2", "--rounds", "1"]
+            with redirect_stdout(output), redirect_stderr(StringIO()):
+                code = commands.main(
+                    ["bench", "step", "--device", "cpu", *arguments, "--config", *config, "--json", str(file)]
+                )
+            written = json.loads(file.read_text())
+        assert code == 0
+        first, where, _, _, one, tp = output.getvalue().splitlines()
+        assert first.startswith("flux (FluxTransformer2DModel, num_layers=1") and "1 rank(s) on CPU" in where
+        assert re.fullmatch(r"tp=1 +eager +\d+\.\d\d +\(.* to .*\) +\d\.\d\dx +- +0\.0e\+00", tp), tp
+        assert [row["name"] for row in written["rows"]] == [ONE, "tp=1"] and written["rows"][1]["speedup"] > 0
+        assert written["command"].startswith("diffusers-rocm bench step --device cpu")
+        assert folder not in written["command"] and written["request"]["config"]["num_layers"] == 1
+
+    def test_chart(self):
+        rows = [Row(ONE, "eager", [10.0], [0]), Row("tp=2", "eager", [6.0], [0]), Row("ring=2", "eager", note="none")]
+        with tempfile.TemporaryDirectory() as folder:
+            draw(rows, "title", Path(folder, "chart.png"))
+            with Image.open(Path(folder, "chart.png")) as image:
+                assert image.width > 500
+
+    def test_speedups(self):
+        """Over one rank in the same mode; nothing where there is none."""
+        rows = [
+            Row(ONE, "eager", [8.0, 10.0, 30.0], [0]),
+            Row("tp=2", "eager", [5.0], [2**30]),
+            Row(ONE, "compile", note="not run: no room"),
+            Row("tp=2", "compile", [4.0], [2**30]),
+        ]
+        written = as_json(request("tp=2"), rows, {}, "")["rows"]
+        assert [row["speedup"] for row in written] == [1.0, 2.0, None, None]
+        assert [row["ms"] for row in written] == [10.0, 5.0, None, 4.0]
+
+    @parameterized.expand([("ring=2,tp=3", {"ring": 2, "tp": 3}), ("tp=2,int8", {"tp": 2, "communication": "int8"})])
+    def test_mesh(self, text, wanted):
+        assert parse_mesh(text) == wanted
+
+    @parameterized.expand(
+        [
+            ("axis", ["--mesh", "xp=2"], "'xp=2' is none of cfg=N, ring=N"),
+            ("degree", ["--mesh", "tp=0"], "'tp=0' is none of"),
+            ("dp", ["--mesh", "dp=2"], "'dp=2' is none of"),
+            ("ranks", ["--mesh", "tp=2", "ring=3"], "tp=2, but 3 rank"),
+            ("none", [], "there are no GPUs to take all of: give --mesh tp=2"),
+            ("cfg", ["--mesh", "cfg=2"], "add --guidance"),
+            ("graph", ["--mesh", "tp=2", "--mode", "graph"], "--mode graph needs a GPU"),
+            ("device map", ["--mesh", "tp=2", "--compare", "device-map"], "there are none"),
+            ("resolution", ["--mesh", "tp=2", "--resolution", "100"], "100x96 is no multiple of 32"),
+            ("repeats", ["--mesh", "tp=2", "--repeats", "0"], "--repeats must be at least 1"),
+            ("config", ["--mesh", "tp=2", "--config", "layers"], "write NAME=VALUE"),
+            ("chart", ["--mesh", "tp=2", "--chart", "chart.jpg"], "--chart (needs matplotlib|writes a PNG)"),
+            ("json", ["--mesh", "tp=2", "--json", "{folder}"], "is a folder"),
+        ]
+    )
+    def test_message(self, _, arguments, message):
+        stderr = StringIO()
+        with tempfile.TemporaryDirectory() as folder, redirect_stderr(stderr):
+            given = [each.format(folder=folder) for each in arguments]
+            code = commands.main(["bench", "step", "--device", "cpu", *given])
+        assert code == 2 and re.fullmatch(f"diffusers-rocm: .*{message}.*\n", stderr.getvalue()), stderr.getvalue()
+
+
+if __name__ == "__main__":
+    unittest.main()
