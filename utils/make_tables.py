@@ -112,6 +112,24 @@ def memory(*names: str, also: str) -> str:
     return "\n".join([*lines, "", ran])
 
 
+def steps(name: str) -> str:
+    """All rows of a run of `diffusers-rocm bench step`."""
+    run = read(name)
+    lines = [
+        "| | mode | ms a step | over one rank | peak GiB a rank | relative L2 to one rank |",
+        "|---|---|" + "---|" * 4,
+    ]
+    for row in run["rows"]:
+        figures = f"{row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak']) / 2**30:.2f} | {row['distance']:.1e}"
+        lines.append(f"| {row['name']} | {row['mode']} | {row['note'] or figures} |")
+    found = run["environment"]
+    versions = (
+        f"torch {found['packages']['torch']}, diffusers {found['packages']['diffusers']}, {found['collectives'][-1]}"
+    )
+    gpus = f"{len(found['gpus'])} x {found['gpus'][0]['name']}"
+    return "\n".join([*lines, "", f"`{run['command']}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
+
+
 def guard() -> str:
     run = read("guard_2xh200")
     lines = ["| `rank_check` | ms a step | sharing latents and comparing | of them comparing |", "|---|---|---|---|"]
@@ -143,6 +161,7 @@ TABLES = {
         "int8_group_4xh200",
         also="`--quantization int8`, and with that and `--offload group`",
     ),
+    "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
 }
 

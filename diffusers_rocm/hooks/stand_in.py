@@ -35,4 +35,5 @@ def wrap_get_signature_types(original: classmethod) -> classmethod:
 
 def _standing_in(types: tuple) -> list[type]:
     classes = [each for each in types if isinstance(each, type)]
-    return [sub for each in classes for sub in type.__subclasses__(each) if vars(sub).get("stands_in")]
+    found = [sub for each in classes for sub in type.__subclasses__(each) if vars(sub).get("stands_in")]
+    return found + _standing_in(tuple(found)) if found else []

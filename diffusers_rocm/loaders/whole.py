@@ -28,7 +28,9 @@ def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
             return [single]
     if variant is not None:  # not every component of a pipeline has it
         return checkpoint_files(folder)
-    raise ValueError(f"{folder} has no {single.name}; weights of other formats are not read")
+    raise ValueError(
+        f"{folder} has no diffusion_pytorch_model.safetensors, nor a model.safetensors; other formats are not read"
+    )
 
 
 def load_whole(cls: type[nn.Module], folder: Path, dtype: torch.dtype, variant: str | None = None) -> nn.Module:

@@ -130,7 +130,11 @@ def load_pipeline(
         cls = encoders[name]
         if modes[name] == "shard":
             return load_sharded_text_encoder(cls, folder / name, axes.replica, torch_dtype, variant)
-        return load_whole(cls, folder / name, torch_dtype, variant)  # by the ranks that have it, alone
+        # What the first rank has it reads alone.
+        with fail_together(
+            f"read the {cls.__name__}", axes.replica if modes[name] == "replicate" else Axis.single("one")
+        ):
+            return load_whole(cls, folder / name, torch_dtype, variant)
 
     def read_denoiser(name: str) -> ModelMixin:
         how = {DTYPE_ARGUMENT: torch_dtype}
@@ -138,7 +142,7 @@ def load_pipeline(
             how["device_map"] = {"": here}
         if name in quantized:
             how["quantization_config"] = quantized[name]
-        with sharded_loading(axes.tp):
+        with fail_together(f"read the {denoisers[name]}", axes.replica), sharded_loading(axes.tp):
             return getattr(diffusers, denoisers[name]).from_pretrained(
                 folder, subfolder=name, variant=variant_in(folder / name, variant), use_safetensors=True, **how
             )
@@ -150,6 +154,10 @@ def load_pipeline(
         kwargs[name] = component
         if offload == "disk":
             on_disk[name] = DiskOffload(component, read, here)
+        if name in denoisers:
+            component.enable_parallelism(config=parallel_config)
+        if offload == "disk":
+            on_disk[name].give_up()
 
     for name, cls in encoders.items():
         if name not in kwargs:
@@ -167,8 +175,6 @@ def load_pipeline(
             read = functools.partial(read_denoiser if name in denoisers else read_model, name)
             with fail_together(f"load the {cls}", axes.world):
                 component = read()
-            if name in denoisers:
-                component.enable_parallelism(config=parallel_config)
             keep(name, component, read)
     with fail_together("load the rest of the pipeline", axes.world):
         pipe = pipeline.from_pretrained(folder, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
@@ -179,7 +185,6 @@ def load_pipeline(
         offload = "model" if sum(weight_bytes(pipe)) > half else "none"
     if offload == "disk":
         _take_turns(pipe, on_disk, here)
-        pipe.load_lora_weights = functools.partial(_refuse_lora, model)
     elif offload == "model" and here.type != "cpu":
         pipe.enable_model_cpu_offload(device=here)
     elif offload == "group" and here.type != "cpu":
@@ -209,11 +214,27 @@ def _take_turns(pipe: DiffusionPipeline, on_disk: Mapping[str, DiskOffload], dev
     for name, component in pipe.components.items():
         if isinstance(component, nn.Module) and name not in on_disk:
             add_hook_to_module(component.to(device), AlignDevicesHook(execution_device=device))
+    for name in _OF_WEIGHTS_THAT_STAY:
+        if hasattr(pipe, name):
+            setattr(pipe, name, functools.partial(_refuse, name))
 
 
-def _refuse_lora(model: str | Path, *args: Any, **kwargs: Any) -> None:
+# What pipelines can be told that is lost, or not possible, where weights are read anew for each use.
+_OF_WEIGHTS_THAT_STAY = (
+    "to",
+    "load_lora_weights",
+    "fuse_qkv_projections",
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+    "enable_group_offload",
+    "remove_all_hooks",
+)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        f"the weights of {model} are read anew for each use, without adapters: load the pipeline with offload='model'"
+        f"{name}() goes with weights that stay, and offload='disk' reads them anew for each use: load the pipeline "
+        "with another offload"
     )
 
 

@@ -1,11 +1,16 @@
 """`load_pipeline(offload="disk")`: the pictures of one process, and never the weights of two components at a time."""
 
 import functools
+import itertools
+import shutil
 import tempfile
 import unittest
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import DiffusionPipeline, FluxControlNetModel, FluxControlNetPipeline
 from parameterized import parameterized
 from torch import nn
@@ -65,10 +70,72 @@ def refusals_worker(folder: str) -> dict[str, str | None]:
         "state": message_of(pipe.transformer.state_dict),
         "encoder": message_of(pipe.text_encoder.state_dict),
         "lora": message_of(pipe.load_lora_weights, folder),
+        "to": message_of(pipe.to, "cpu"),
+        "model": message_of(pipe.enable_model_cpu_offload, device="cpu"),
         "graph": message_of(load_pipeline, EMBEDDED_MODEL, ParallelConfig(tp=2), offload="disk", graph=True),
     }
-    nn.Module.register_parameter(pipe.transformer.proj_out, "added", nn.Parameter(torch.zeros(1)))
-    return messages | {"added": message_of(pictures, pipe)}
+    assert pipe.device.type == pipe.transformer.device.type == "cpu"
+    return messages
+
+
+# What is done to a model, and whether while it has its weights.
+CHANGES = {
+    "added": lambda model: model.proj_out.register_parameter("added", nn.Parameter(torch.zeros(1))),
+    "cast": lambda model: nn.Module.to(model, torch.bfloat16),
+    "in place": lambda model: model.proj_out.bias.zero_(),
+    "replaced": lambda model: setattr(model.proj_out, "bias", nn.Parameter(torch.zeros(1))),
+}
+
+
+@torch.no_grad()
+def changes_worker(name: str, held: bool) -> str | None:
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="disk")
+    steps = [] if held else CHANGES[name](pipe.transformer)
+
+    def after_the_last_step(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == PROMPT["num_inference_steps"]:
+            CHANGES[name](pipe.transformer)
+
+    if held:
+        pipe.transformer.register_forward_hook(after_the_last_step)
+    return message_of(pictures, pipe)
+
+
+@torch.no_grad()
+def freed_worker() -> tuple[int, list[str]]:
+    """The transformer's weights, by who still has them when the VAE decodes."""
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="disk")
+    seen = {}
+
+    def look(*_: object) -> None:
+        seen.update({name: weakref.ref(x) for name, x in pipe.transformer.named_parameters()})
+
+    pipe.transformer.transformer_blocks[0].register_forward_pre_hook(look)
+    pictures(pipe)
+    return len(seen), [name for name, x in seen.items() if x() is not None]
+
+
+def removed_worker(folder: str, component: str) -> str:
+    """After a picture one rank's file is gone."""
+    own = Path(folder, str(dist.get_rank()))
+    shutil.copytree(EMBEDDED_MODEL, own)
+    pipe = load_pipeline(own, ParallelConfig(tp=2), offload="disk", text_encoders="replicate")
+    pictures(pipe)
+    if dist.get_rank() == 1:
+        for file in Path(own, component).glob("*.safetensors"):
+            file.unlink()
+    with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
+        pictures(pipe)
+    return str(caught.value)
+
+
+@torch.no_grad()
+def compiled_worker() -> list[float]:
+    wanted = pictures(load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="none"))
+    pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="disk")
+    pipe.transformer.compile_repeated_blocks(fullgraph=True)
+    return [relative_l2(pictures(pipe), wanted) for _ in range(2)]
 
 
 def small_host_worker() -> list[list[str]]:
@@ -115,8 +182,28 @@ class TestDiskOffload(unittest.TestCase):
             for messages in run_ranks(2, refusals_worker, folder):
                 assert "offloaded to disk" in messages["save"] and "offloaded to disk" in messages["whole"], messages
                 assert "are on disk" in messages["state"] and "are on disk" in messages["encoder"], messages
-                assert "offload='model'" in messages["lora"] and "use 'model'" in messages["graph"], messages
-                assert "proj_out.added is no weight" in messages["added"], messages
+                for name in ("lora", "to", "model"):
+                    assert "goes with weights that stay" in messages[name], messages
+                assert "use 'model'" in messages["graph"], messages
+
+    @parameterized.expand(itertools.product(CHANGES, (False, True)))
+    def test_changes_are_not_lost(self, name, held):
+        for message in run_ranks(2, changes_worker, name, held):
+            assert message is not None and "is not what was read, and would be read again" in message, message
+
+    def test_nothing_holds_on_to_weights(self):
+        for count, alive in run_ranks(2, freed_worker):
+            assert count > 100 and alive == [], alive
+
+    @parameterized.expand([("transformer",), ("text_encoder_2",)])
+    def test_a_rank_that_cannot_read_again(self, component):
+        with tempfile.TemporaryDirectory() as folder:
+            fine, failed = run_ranks(2, removed_worker, folder, component)
+        assert "rank 1 could not read the" in fine and ".safetensors" in failed, (fine, failed)
+
+    def test_compiled(self):
+        for errors in run_ranks(2, compiled_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
 
     def test_by_itself(self):
         for auto, none in run_ranks(2, small_host_worker):
