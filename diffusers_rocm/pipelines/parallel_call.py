@@ -181,4 +181,9 @@ def _no_guidance(pipe: DiffusionPipeline, arguments: Mapping[str, Any]) -> str |
             return None
         finally:
             pipe._guidance_scale = before
+    if guider is None and not any(name.startswith("negative") for name in arguments):
+        if getattr(pipe.transformer.config, "guidance_embeds", False):
+            return "its guidance goes into the transformer"
+        if not any("guidance" in name for name in arguments):
+            return "it takes no guidance"
     return None

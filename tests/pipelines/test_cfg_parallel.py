@@ -1,6 +1,7 @@
 """Guidance whose branches are shared by ranks: unmodified pipelines, the whole loop, against one process."""
 
 import functools
+import inspect
 import unittest
 from types import SimpleNamespace
 
@@ -311,6 +312,22 @@ class TestCFGParallel(unittest.TestCase):
             assert _no_guidance(SimpleNamespace(guider=guider), {}) == wanted
             guider.set_state(step=3, num_inference_steps=4, timestep=torch.tensor(0))
             assert _no_guidance(SimpleNamespace(guider=guider), {}) == wanted
+
+    @parameterized.expand(
+        [
+            ("Flux2Pipeline", True, "its guidance goes into the transformer"),
+            ("FluxFillPipeline", True, "its guidance goes into the transformer"),
+            ("Flux2KleinKVPipeline", False, "it takes no guidance"),
+            ("DiTPipeline", False, None),  # of classes: two rows, without a negative prompt
+            ("OmniGenPipeline", False, None),
+        ]
+    )
+    def test_pipelines_without_a_negative_prompt(self, name, embeds, wanted):
+        if not hasattr(diffusers, name):
+            self.skipTest(f"diffusers {diffusers.__version__} has no {name}")
+        known = inspect.signature(getattr(diffusers, name).__call__).parameters
+        pipe = SimpleNamespace(transformer=SimpleNamespace(config=SimpleNamespace(guidance_embeds=embeds)))
+        assert _no_guidance(pipe, {key: each.default for key, each in known.items()}) == wanted
 
     def test_rows_that_are_not_where_others_are(self):
         for errors in run_ranks(2, layers_worker):
