@@ -18,12 +18,14 @@ from torch import nn
 from diffusers_rocm import ParallelConfig, load_pipeline
 from diffusers_rocm.distributed.quantized import parts
 from diffusers_rocm.pipelines import load
+from diffusers_rocm.pipelines.denoisers import denoisers_of
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.pipelines.quantization import torchao_config
 
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
 from .test_load_pipeline import PROMPT, pictures
+from .testing_utils import PIPELINES, build, latents
 
 
 def held(pipe: DiffusionPipeline) -> list[str]:
@@ -155,6 +157,31 @@ def controlnet_worker(folder: str) -> tuple[float, list[str]]:
     return relative_l2(made[1], made[0]), sorted(held(pipe))
 
 
+class WithoutEncoders:
+    """Loads a pipeline that has nothing but its denoisers."""
+
+    def __init__(self, pipe: DiffusionPipeline):
+        self._cls, self._nothing = type(pipe), {name: None for name, each in pipe.components.items() if each is None}
+
+    def from_pretrained(self, folder: Path, **kwargs) -> DiffusionPipeline:
+        return self._cls.from_pretrained(folder, **kwargs, **self._nothing)
+
+
+@torch.no_grad()
+def family_worker(name: str, folder: str) -> tuple[list[float], set[str]]:
+    whole, call, seen = build(name), PIPELINES[name].call(), set()
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder)
+    dist.barrier()
+    pipe = load_pipeline(folder, ParallelConfig(tp=2), offload="disk", pipeline=WithoutEncoders(whole))
+    pipe.set_progress_bar_config(disable=True)
+    for denoiser in denoisers_of(pipe):
+        leaf = next(x for x in denoiser.modules() if x is not denoiser and not list(x.children()))
+        leaf.register_forward_pre_hook(lambda *_: seen.add(" ".join(held(pipe))))
+    wanted = latents(whole, call)
+    return [relative_l2(latents(pipe, call), wanted) for _ in range(2)], seen
+
+
 class TestDiskOffload(unittest.TestCase):
     @parameterized.expand(
         [
@@ -200,6 +227,14 @@ class TestDiskOffload(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             fine, failed = run_ranks(2, removed_worker, folder, component)
         assert "rank 1 could not read the" in fine and ".safetensors" in failed, (fine, failed)
+
+    @parameterized.expand(
+        [("wan22", {"transformer", "transformer_2"}), ("sd3", {"transformer"}), ("z_image", {"transformer"})]
+    )
+    def test_families(self, name, wanted):
+        with tempfile.TemporaryDirectory() as folder:
+            for errors, seen in run_ranks(2, family_worker, name, folder):
+                assert max(errors) <= FLOAT32_BAR and seen == wanted, (errors, seen)
 
     def test_compiled(self):
         for errors in run_ranks(2, compiled_worker):
