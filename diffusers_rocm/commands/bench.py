@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from . import bench_comm, bench_memory, bench_step
+from . import bench_comm, bench_generate, bench_memory, bench_step
 
 
-KINDS = {"memory": bench_memory, "step": bench_step, "comm": bench_comm}
+KINDS = {"memory": bench_memory, "step": bench_step, "comm": bench_comm, "generate": bench_generate}
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

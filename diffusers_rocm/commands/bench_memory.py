@@ -15,6 +15,7 @@ from ..pipelines.generation import GenerationRequest
 from ..pipelines.memory import measure_memory, report
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
 from . import generate
+from .bench_step import check_json
 
 
 def add_parser(subparsers) -> None:
@@ -31,10 +32,7 @@ def add_parser(subparsers) -> None:
 
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Raises ValueError."""
-    if args.json is not None:
-        generate.check_writable(args.json.parent)
-        if args.json.is_dir():
-            raise ValueError(f"--json {args.json} is a folder")
+    check_json(args.json)
     if args.prompts_file is not None or len(args.prompt) > 1:
         raise ValueError("bench memory makes one picture: give one --prompt, or none")
     args.prompt = args.prompt or ["a red bicycle"]

@@ -105,10 +105,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
         raise ValueError(f"{world} ranks need as many GPUs and {count} are visible; --device cpu needs none")
     if not under_torchrun():
         check_port(args.port)
-    if args.json is not None:
-        if args.json.is_dir():
-            raise ValueError(f"--json {args.json} is a folder")
-        check_writable(args.json.parent)
+    check_json(args.json)
     return StepRequest(
         model=args.model,
         meshes=tuple(meshes),
@@ -118,6 +115,15 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
         device=args.device,
         repeats=args.repeats,
     )
+
+
+def check_json(file: Path | None) -> None:
+    """Raises ValueError where it cannot be written."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ValueError(f"--json {file} is a folder")
+    check_writable(file.parent)
 
 
 def _all_gpus(args: argparse.Namespace) -> list[str]:

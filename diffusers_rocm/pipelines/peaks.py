@@ -1,6 +1,7 @@
 """Peaks of memory of this rank: of its device, and of its process on the host."""
 
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def weight_bytes(pipe: DiffusionPipeline) -> list[int]:
 
 
 class StagePeaks:
-    """The peak bytes of each stage, on this rank's device and of this process: `peaks[stage] == (device, host)`.
+    """The peak bytes of each stage, on this rank's device and of this process: `peaks[stage] == (device, host)`; and
+    how long it took, in `seconds`.
 
     Of the host what is resident counts, mapped files included. Where the system does not let a process forget its
     peak (it has no Linux's `/proc/self/clear_refs`), a stage's is that of all stages so far.
@@ -46,12 +48,13 @@ class StagePeaks:
     def __init__(self, device: torch.device):
         self._device, self._stage = device, ""
         self.peaks: dict[str, tuple[int, int]] = {}
+        self.seconds: dict[str, float] = {}
 
     def begin(self, stage: str) -> None:
         if stage == self._stage:
             return
         self.end()
-        self._stage = stage
+        self._stage, self._began = stage, time.perf_counter()
         if self._device.type != "cpu":
             torch.get_device_module(self._device).reset_peak_memory_stats()
         try:
@@ -63,6 +66,8 @@ class StagePeaks:
         if self._stage:
             before = self.peaks.get(self._stage, (0, 0))
             self.peaks[self._stage] = tuple(map(max, before, (device_peak(self._device), host_peak())))
+            took = time.perf_counter() - self._began  # the device was waited for
+            self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + took
         self._stage = ""
 
     def watch(self, pipe: DiffusionPipeline) -> None:

@@ -104,7 +104,7 @@ class TestGroupOffload(unittest.TestCase):
     def test_before_enabling(self, name, level, degrees):
         for result in run_ranks(2, offloaded_before_worker, CONFIGS[name](), degrees, level):
             assert max(result["errors"]) <= FLOAT32_BAR and result["strangers"] == 0, result
-            assert "enable parallelism first, then group offloading" in result["message"], result
+            assert "enable parallelism first, then offloading" in result["message"], result
 
 
 class TestKeptOnTheHost(unittest.TestCase):

@@ -1,0 +1,81 @@
+"""`diffusers-rocm bench generate`: a picture or video by each mesh, from end to end."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..benchmarks.step import check_meshes, parse_mesh
+from ..benchmarks.whole_run import Run, measure_runs, runs_json, runs_table
+from ..distributed.launching import end_rank, launch, under_torchrun
+from ..distributed.mesh import AXES
+from ..pipelines.generation import GenerationRequest
+from . import bench_step, env, generate
+
+
+@dataclass(frozen=True)
+class RunsRequest:
+    picture: GenerationRequest
+    meshes: tuple[str, ...]
+    repeats: int
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("generate", help="seconds of each stage of a picture, mesh by mesh")
+    generate.add_arguments(parser)
+    parser.add_argument("--mesh", nargs="+", required=True, help="tp=2 ulysses=2 ..., in place of --tp, --ulysses")
+    parser.add_argument("--repeats", type=int, default=3, help="pictures that are timed, after one that is not")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+
+
+def check(args: argparse.Namespace) -> RunsRequest:
+    """Raises ValueError."""
+    if any(getattr(args, name) != 1 for name in AXES):
+        raise ValueError("bench generate takes its meshes from --mesh: --mesh tp=2, say")
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
+    if len(args.prompt) > 1 or args.prompts_file is not None:
+        raise ValueError("bench generate makes one picture: give one --prompt, or none")
+    args.prompt = args.prompt or ["a red bicycle"]
+    bench_step.check_json(args.json)
+    world = check_meshes(tuple(args.mesh))
+    for mesh in args.mesh:
+        found = parse_mesh(mesh)
+        if "rotate_method" in found:
+            raise ValueError(f"--mesh {mesh}: pipelines take the default way round the ring")
+        for name in AXES:
+            setattr(args, name, found.get(name, 1))
+        request = generate.check_request(args)
+    for name in AXES:
+        setattr(args, name, 1)
+    args.dp = world
+    request = generate.check_request(args)
+    return RunsRequest(request, tuple(args.mesh), args.repeats)
+
+
+@record
+def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    def told(run: Run) -> None:
+        if bench_step.is_first():
+            print(f"{run.mesh}: {run.picture:.3f} s a picture", file=sys.stderr, flush=True)
+
+    runs = measure_runs(request.picture, request.meshes, request.repeats, told)
+    if bench_step.is_first():
+        print(runs_table(runs), flush=True)
+        if args.json is not None:
+            command = bench_step.command_line(argv)
+            args.json.write_text(json.dumps(runs_json(request.picture, runs, env.collect(), command), indent=1) + "\n")
+    return 1 if any(run.wrong for run in runs) else 0
+
+
+def run(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    world = check_meshes(request.meshes)
+    if world > 1 and not under_torchrun():
+        return launch(world, ["diffusers_rocm", *argv], port=args.port)
+    code = measure(request, args, argv)
+    if under_torchrun() and code == 0:
+        end_rank()
+    return code

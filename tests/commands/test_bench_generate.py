@@ -1,0 +1,86 @@
+"""`diffusers-rocm bench generate`: stages that add up, pictures that are compared, requests that are refused."""
+
+import json
+import re
+import tempfile
+import unittest
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+from parameterized import parameterized
+
+from diffusers_rocm import commands
+from diffusers_rocm.benchmarks.step import ONE
+from diffusers_rocm.benchmarks.whole_run import STAGES, Run, measure_runs, runs_table
+from diffusers_rocm.pipelines.generation import GenerationRequest
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
+
+from ..testing_utils import run_ranks
+
+
+REQUEST = GenerationRequest(str(EMBEDDED_MODEL), ("a red circle",), steps=2, height=64, width=64, device="cpu")
+
+
+def worker() -> list[Run]:
+    return measure_runs(REQUEST, ("tp=2", "ulysses=2"), repeats=1)
+
+
+def broken_worker() -> tuple[list[Run], str]:
+    """Tensor parallelism that forgets to add up."""
+    reduce = dist.all_reduce
+
+    def forget(x, *args, **kwargs):
+        return reduce(x, *args, **kwargs) if x.ndim < 2 else None
+
+    with mock.patch.object(dist, "all_reduce", forget):
+        runs = measure_runs(REQUEST, ("tp=2",), repeats=1)
+    return runs, runs_table(runs)
+
+
+class TestBenchGenerate(unittest.TestCase):
+    def test_runs(self):
+        for runs in run_ranks(2, worker):
+            assert [run.mesh for run in runs] == [ONE, "tp=2", "ulysses=2"]
+            for run in runs:
+                assert not run.wrong and run.distance <= 1e-5, run
+                assert list(run.seconds) == list(STAGES) and min(run.seconds[name] for name in STAGES[:3]) > 0, run
+
+    def test_wrong(self):
+        for runs, shown in run_ranks(2, broken_worker):
+            assert [run.wrong for run in runs] == [False, True], runs
+            assert re.search(r"\ntp=2 +wrong: \S+ from one rank$", shown), shown
+
+    def test_command(self):
+        with tempfile.TemporaryDirectory() as folder:
+            output, file = StringIO(), Path(folder, "made", "runs.json")
+            with redirect_stdout(output), redirect_stderr(StringIO()):
+                code = commands.main(["bench", "generate", "--mesh", "tp=1", "--repeats", "1", "--json", str(file)])
+            rows = json.loads(file.read_text())["rows"]
+        assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1"]
+        for row in rows:
+            assert abs(row["picture"] - sum(row["seconds"][stage] for stage in STAGES[1:])) < 1e-9
+        head, one, tp = output.getvalue().splitlines()
+        assert head.split() == ["seconds", *STAGES, "picture", "relative", "L2"] and "1.00x" in one, output.getvalue()
+
+    @parameterized.expand(
+        [
+            ("axis", ["--mesh", "tp=1", "--tp", "2"], "takes its meshes from --mesh"),
+            ("ranks", ["--mesh", "tp=2", "ring=3"], "but 3 rank"),
+            ("heads", ["--mesh", "tp=64"], "64"),
+            ("rotation", ["--mesh", "ring=2,allgather"], "the default way round"),
+            ("repeats", ["--mesh", "tp=1", "--repeats", "0"], "--repeats must be at least 1"),
+            ("prompts", ["--mesh", "tp=1", "--prompt", "a", "--prompt", "b"], "makes one picture"),
+        ]
+    )
+    def test_message(self, _, arguments, message):
+        stderr = StringIO()
+        with redirect_stderr(stderr):
+            code = commands.main(["bench", "generate", "--device", "cpu", *arguments])
+        assert code == 2 and re.fullmatch(f"diffusers-rocm: .*{message}.*\n", stderr.getvalue()), stderr.getvalue()
+
+
+if __name__ == "__main__":
+    unittest.main()
