@@ -67,8 +67,8 @@ def load_pipeline(
             while it works, so that the peak there is that of the largest stage (encoding, denoising, decoding), not of
             all together; `"disk"`: components, each read when it works and given up when the next one does, so that
             the host's peak is that of the largest too; `"group"`: layers, in the host's memory; `"none"`. `"auto"` is
-            `"disk"` where the hosts have no room for all weights of their ranks, else `"model"` where these would take
-            more than half of the device's memory, else `"none"`. On a CPU only `"disk"` does anything.
+            `"none"` where all weights would take at most half of the device's memory, else `"model"`, or `"disk"` if
+            the hosts have no room for all weights of their ranks. On a CPU only `"disk"` does anything.
         quantization_config: of the denoisers, each slice quantised as it is read, on the device; or diffusers' mapping
             of the components' names to such.
         device: `"cuda"` or `"cpu"`; by default what there is.
@@ -121,19 +121,20 @@ def load_pipeline(
             for name in (*models, *encoders)
             if name not in kwargs
         }
-    if offload == "auto" and not graph and not _hosts_hold(sum(beside.values()), axes.world):
-        offload = "disk"
-        logger.warning(f"the weights of {model} wait on disk: this host has no room for those of all its ranks")
+    if offload == "auto":
+        offload = _past_the_host(sum(beside.values()), here, axes.world)
+        if offload == "disk" and graph:
+            offload = "model"
+        if offload == "disk":
+            logger.warning(f"the weights of {model} wait on disk: this host has no room for those of all its ranks")
     on_disk: dict[str, DiskOffload] = {}
 
     def read_encoder(name: str) -> PreTrainedModel:
         cls = encoders[name]
         if modes[name] == "shard":
             return load_sharded_text_encoder(cls, folder / name, axes.replica, torch_dtype, variant)
-        # What the first rank has it reads alone.
-        with fail_together(
-            f"read the {cls.__name__}", axes.replica if modes[name] == "replicate" else Axis.single("one")
-        ):
+        together = axes.replica if modes[name] == "replicate" else Axis.single("the first rank")
+        with fail_together(f"read the {cls.__name__}", together):
             return load_whole(cls, folder / name, torch_dtype, variant)
 
     def read_denoiser(name: str) -> ModelMixin:
@@ -158,6 +159,8 @@ def load_pipeline(
             component.enable_parallelism(config=parallel_config)
         if offload == "disk":
             on_disk[name].give_up()
+        if offload == "none":
+            component.to(here)
 
     for name, cls in encoders.items():
         if name not in kwargs:
@@ -194,12 +197,18 @@ def load_pipeline(
     return pipe
 
 
-def _hosts_hold(mine: int, world: Axis) -> bool:
-    """Has every host room for `mine` bytes of each of its ranks? The answer is the same on all of them."""
-    available = psutil.virtual_memory().available
-    by_rank = all_gather_int64(torch.tensor([available, mine]), world)
-    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return by_rank[:, 1].max().item() * on_this_host <= ROOM * by_rank[:, 0].min().item()
+def _past_the_host(mine: int, device: torch.device, world: Axis) -> str:
+    """What `"auto"` becomes where a host has no room for `mine` bytes of each of its ranks: `"none"`, which needs it
+    for one component at a time, if the devices have room for all, else `"disk"`. The same on all ranks.
+    """
+    available, there = psutil.virtual_memory().available, 0
+    if device.type != "cpu":
+        there = torch.get_device_module(device).mem_get_info(device)[1]
+    by_rank = all_gather_int64(torch.tensor([mine, -available, -there]), world)
+    most, available, there = by_rank.amax(0).abs().tolist()
+    if most * int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) <= ROOM * available:
+        return "auto"
+    return "none" if most <= there / 2 else "disk"
 
 
 def _take_turns(pipe: DiffusionPipeline, on_disk: Mapping[str, DiskOffload], device: torch.device) -> None:

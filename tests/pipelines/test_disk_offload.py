@@ -7,7 +7,10 @@ import tempfile
 import unittest
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from parameterized import parameterized
 from torch import nn
 
 from diffusers_rocm import ParallelConfig, load_pipeline
+from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.quantized import parts
 from diffusers_rocm.pipelines import load
 from diffusers_rocm.pipelines.denoisers import denoisers_of
@@ -25,6 +29,7 @@ from diffusers_rocm.pipelines.quantization import torchao_config
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
 from .test_load_pipeline import PROMPT, pictures
+from .test_text_encoders import CPU
 from .testing_utils import PIPELINES, build, latents
 
 
@@ -140,10 +145,17 @@ def compiled_worker() -> list[float]:
     return [relative_l2(pictures(pipe), wanted) for _ in range(2)]
 
 
-def small_host_worker() -> list[list[str]]:
+def small_host_worker() -> tuple[list[list[str]], list[str]]:
     """By itself, where a host has room for one byte."""
-    load._hosts_hold = lambda mine, world: False
-    return [held(load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload=mode)) for mode in ("auto", "none")]
+    world = Axis.of_all()
+    with mock.patch.object(psutil, "virtual_memory", lambda: SimpleNamespace(available=1)):
+        pipes = [load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload=mode) for mode in ("auto", "none")]
+        # One rank alone has less room on its device.
+        sizes = (100, 100 if dist.get_rank() else 300)
+        device, module = torch.device("cuda"), SimpleNamespace(mem_get_info=lambda _: (0, sizes[1]))
+        with mock.patch.object(torch, "get_device_module", lambda _: module):
+            found = [load._past_the_host(mine, device, world) for mine in (50, 51)]
+    return [held(pipe) for pipe in pipes], [*found, load._past_the_host(1, CPU, world)]
 
 
 @torch.no_grad()
@@ -241,8 +253,9 @@ class TestDiskOffload(unittest.TestCase):
             assert max(errors) <= FLOAT32_BAR, errors
 
     def test_by_itself(self):
-        for auto, none in run_ranks(2, small_host_worker):
+        for (auto, none), found in run_ranks(2, small_host_worker):
             assert auto == [] and "transformer" in none
+            assert found == ["none", "disk", "auto"], found
 
     def test_a_model_of_every_step(self):
         """It would be read for each step if it took turns with the transformer."""

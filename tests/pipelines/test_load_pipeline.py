@@ -358,7 +358,7 @@ class TestLoadPipeline(unittest.TestCase):
             assert "has no model_index.json" in result["no folder"]
             assert "no plan shards the text encoder BertModel" in result["class"]
             assert "vae must be one of" in result["vae"]
-            assert "offload must be one of 'auto', 'none', 'model', 'group'; got 'all'" in result["offload"]
+            assert "offload must be one of 'auto', 'none', 'model', 'group', 'disk'; got 'all'" in result["offload"]
             assert "transformers can be quantised, not its text_encoder" in result["quantized"]
             assert "SelfAttention.q.weight is [48, 39] in the checkpoint, and [48, 40]" in result["shape"]
 
