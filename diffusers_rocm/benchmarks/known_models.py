@@ -33,18 +33,27 @@ class KnownModel:
         size: what its authors make with it.
         inputs: of one forward: from a source of random numbers in the run's dtype, the size and the config.
         config: where the published model differs from the defaults of its class.
+        multiple: pixels to a token, along each side.
     """
 
     cls: str
     size: Size
     inputs: Callable[[Randn, Size, Mapping[str, Any]], dict[str, Any]]
     config: dict[str, Any] = field(default_factory=dict)
+    multiple: int = 16
 
     def sized(self, resolution: int | None, frames: int | None, text: int | None) -> Size:
-        """Another size of the same shape; the resolution is the height."""
+        """Another size of the same shape; the resolution is the height.
+
+        Raises:
+            ValueError: no whole number of tokens.
+        """
+        if resolution is not None and resolution % self.multiple:
+            raise ValueError(f"a height of {resolution} is no multiple of {self.multiple}, the pixels to a token")
         size = self.size
         if resolution is not None:
-            size = replace(size, height=resolution, width=round(resolution * size.width / size.height / 32) * 32)
+            across = round(resolution * size.width / size.height / self.multiple)
+            size = replace(size, height=resolution, width=max(across, 1) * self.multiple)
         return replace(size, frames=frames or size.frames, text=text or size.text)
 
 
@@ -181,7 +190,7 @@ KNOWN_MODELS = {
     ),
     "hunyuan-video": KnownModel("HunyuanVideoTransformer3DModel", Size(720, 1280, 129, 256), _hunyuan_video),
     "wan": KnownModel("WanTransformer3DModel", Size(480, 832, 81), _wan),
-    "ltx": KnownModel("LTXVideoTransformer3DModel", Size(512, 704, 161, 128), _ltx),
+    "ltx": KnownModel("LTXVideoTransformer3DModel", Size(512, 704, 161, 128), _ltx, multiple=32),
 }
 
 

@@ -33,10 +33,11 @@ from .known_models import KNOWN_MODELS, Size, build, inputs
 MODES = ("eager", "compile", "graph", "compile+graph")
 PEERS = ("diffusers", "cache-dit", "device-map")
 ONE = "one rank"
-# The largest relative L2 distance of an output from that of one rank. Two runs in bfloat16 round differently (each is
-# about 0.015 from float32 with FLUX.1's shape); what a missing exchange leaves is of the order of 1.
-BARS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-LOSSY_BAR = 5e-2
+# The largest relative L2 distance of an output from that of one rank. In bfloat16 two runs round differently: with
+# random weights tp=2 is 0.016 away for FLUX.1, 0.053 for FLUX.2, as diffusers' is, and 0.059 for Wan with guidance.
+# What a missing exchange leaves is of the order of 1.
+BARS = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 0.15}
+LOSSY_BAR = 0.15
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,6 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     if not hasattr(diffusers, known.cls):
         raise ValueError(f"diffusers {diffusers.__version__} has no {known.cls}")
     size = known.sized(args.resolution, args.frames, args.text)
-    if min(size.height, size.width) < 64 or size.height % 32 or size.width % 32:
-        raise ValueError(f"--resolution {args.resolution}: {size.height}x{size.width} is no multiple of 32 from 64 on")
     world, count = check_meshes(tuple(meshes)), torch.cuda.device_count()
     if under_torchrun() and world != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--mesh {meshes[0]} is of {world} rank(s), and torchrun started another number")

@@ -100,8 +100,11 @@ class TestKnownModels(unittest.TestCase):
         assert output.isfinite().all() and output.std() > 0.01
 
     def test_sizes_keep_their_shape(self):
-        assert KNOWN_MODELS["hunyuan-video"].sized(360, None, None) == Size(360, 640, 129, 256)
+        assert KNOWN_MODELS["hunyuan-video"].sized(144, None, None) == Size(144, 256, 129, 256)
         assert KNOWN_MODELS["wan"].sized(None, 5, 7) == Size(480, 832, 5, 7)
+        for known in KNOWN_MODELS.values():
+            assert known.size.height % known.multiple == known.size.width % known.multiple == 0
+            assert known.sized(known.size.height, None, None) == known.size
 
 
 class TestBenchStep(unittest.TestCase):
@@ -193,7 +196,7 @@ class TestBenchStep(unittest.TestCase):
             ("cfg", ["--mesh", "cfg=2"], "add --guidance"),
             ("graph", ["--mesh", "tp=2", "--mode", "graph"], "--mode graph needs a GPU"),
             ("device map", ["--mesh", "tp=2", "--compare", "device-map"], "there are none"),
-            ("resolution", ["--mesh", "tp=2", "--resolution", "100"], "100x96 is no multiple of 32"),
+            ("resolution", ["--mesh", "tp=2", "--resolution", "100"], "a height of 100 is no multiple of 16"),
             ("repeats", ["--mesh", "tp=2", "--repeats", "0"], "--repeats must be at least 1"),
             ("config", ["--mesh", "tp=2", "--config", "layers"], "write NAME=VALUE"),
             ("chart", ["--mesh", "tp=2", "--chart", "chart.jpg"], "--chart (needs matplotlib|writes a PNG)"),
