@@ -9,7 +9,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..benchmarks.comm import comm_table, measure_comm
 from ..benchmarks.report import header
 from ..benchmarks.step import StepRequest, check_meshes
-from ..distributed.launching import end_rank, launch, under_torchrun
 from . import bench_step, env
 
 
@@ -27,10 +26,10 @@ def check(args: argparse.Namespace) -> StepRequest:
 
 
 @record
-def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> None:
+def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
     found = measure_comm(request)
     if not bench_step.is_first():
-        return
+        return 0
     environment = env.collect()
     heading = header(request, environment, check_meshes(request.meshes)).rsplit("\n", 1)[0]
     print(f"{heading}\n{args.mesh}, one eager forward\n{comm_table(found)}", flush=True)
@@ -42,10 +41,8 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
             "collectives": [asdict(each) for each in found],
         }
         args.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    if not under_torchrun():
-        return launch(check_meshes(request.meshes), ["diffusers_rocm", *argv], port=args.port)
-    measure(request, args, argv)
-    end_rank()
+    return bench_step.on_ranks(request.meshes, args, argv, lambda: measure(request, args, argv))

@@ -10,7 +10,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..benchmarks.step import check_meshes, parse_mesh
 from ..benchmarks.whole_run import Run, measure_runs, runs_json, runs_table
-from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES
 from ..pipelines.generation import GenerationRequest
 from . import bench_step, env, generate
@@ -72,10 +71,4 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
 
 
 def run(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    world = check_meshes(request.meshes)
-    if world > 1 and not under_torchrun():
-        return launch(world, ["diffusers_rocm", *argv], port=args.port)
-    code = measure(request, args, argv)
-    if under_torchrun() and code == 0:
-        end_rank()
-    return code
+    return bench_step.on_ranks(request.meshes, args, argv, lambda: measure(request, args, argv))

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,15 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    world = check_meshes(request.meshes)
+    return on_ranks(request.meshes, args, argv, lambda: measure(request, args, argv))
+
+
+def on_ranks(meshes: tuple[str, ...], args: argparse.Namespace, argv: list[str], work: Callable[[], int]) -> int:
+    """Do the work on as many ranks as the meshes have, starting them if they are not there. Returns the exit code."""
+    world = check_meshes(meshes)
     if world > 1 and not under_torchrun():
         return launch(world, ["diffusers_rocm", *argv], port=args.port)
-    code = measure(request, args, argv)
+    code = work()
     if under_torchrun() and code == 0:
         end_rank()
     return code
