@@ -30,6 +30,8 @@ def placements_of(model: PreTrainedModel, world: int) -> list[Placement]:
     name = type(model).__name__
     if name not in TEXT_ENCODER_PLANS:
         raise ValueError(f"no plan shards the text encoder {name}, only {', '.join(TEXT_ENCODER_PLANS)}")
+    plan = TEXT_ENCODER_PLANS[name]
+    plan = plan(model.config) if callable(plan) else plan
     owners: dict[int, int] = {}  # of each parameter
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -37,7 +39,7 @@ def placements_of(model: PreTrainedModel, world: int) -> list[Placement]:
     # What two modules share (words that are read and written by one table) stays whole.
     return [
         placement
-        for placement in resolve(model, TEXT_ENCODER_PLANS[name], world)
+        for placement in resolve(model, plan, world)
         if all(owners[id(getattr(placement.module, key))] == 1 for key in placement.shards)
     ]
 

@@ -4,6 +4,7 @@ import re
 import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -63,6 +64,7 @@ SIGLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
+GEMMA4_LAYERS = ["sliding_attention", "full_attention"]
 
 # Class -> the arguments of its config.
 CONFIGS = {
@@ -73,6 +75,11 @@ CONFIGS = {
         "text_config": {**DECODER, "head_dim": 12, "query_pre_attn_scalar": 12},
         "vision_config": SIGLIP,
         "mm_tokens_per_image": 4,
+    },
+    # Its last layer, of full attention, has wider heads.
+    "Gemma4UnifiedForConditionalGeneration": {
+        "text_config": {**DECODER, "head_dim": 12, "global_head_dim": 16, "layer_types": GEMMA4_LAYERS},
+        "vision_config": None,
     },
     "GemmaModel": {**DECODER, "head_dim": 12},
     "GlmModel": {**DECODER, "head_dim": 8, "attention_bias": True},
@@ -105,6 +112,11 @@ CONFIGS = {
     "Qwen3VLModel": {"text_config": {**DECODER, **QWEN_ROPE, "head_dim": 8}, "vision_config": QWEN_VISION},
     "SmolLM3ForCausalLM": DECODER,
     "T5EncoderModel": {**T5, "feed_forward_proj": "gated-gelu"},
+    "T5Gemma2Encoder": {
+        "text_config": {**DECODER, "head_dim": 12, "query_pre_attn_scalar": 12, "dropout_rate": 0.0},
+        "vision_config": SIGLIP,
+        "mm_tokens_per_image": 4,
+    },
     "T5GemmaEncoderModel": {
         "encoder": {**DECODER, "head_dim": 12, "query_pre_attn_scalar": 12},
         "is_encoder_decoder": False,
@@ -112,11 +124,35 @@ CONFIGS = {
     "UMT5EncoderModel": T5,
 }
 
+ONE_KEY_HEAD = {**DECODER, "num_key_value_heads": 1, "head_dim": 12}
+# What published models of a class have besides.
+VARIANTS = {
+    "one key head": ("GemmaModel", ONE_KEY_HEAD),
+    "one key head, biased": ("GlmModel", {**ONE_KEY_HEAD, "attention_bias": True}),
+    # Keys of the full attention are its values too, and the last two layers attend to keys of the two before.
+    "Gemma 4": (
+        "Gemma4UnifiedForConditionalGeneration",
+        {
+            "text_config": {
+                **DECODER,
+                "head_dim": 12,
+                "global_head_dim": 16,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "layer_types": 2 * GEMMA4_LAYERS,
+            },
+            "vision_config": None,
+        },
+    ),
+}
 
-def tiny(name: str) -> PreTrainedModel:
+
+def tiny(name: str, config: dict[str, Any]) -> PreTrainedModel:
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    model = cls(cls.config_class(**CONFIGS[name])).eval()
+    model = cls(cls.config_class(**config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.05))
@@ -156,13 +192,18 @@ class TestSharded(unittest.TestCase):
     def test_every_plan_has_a_tiny_model(self):
         assert CONFIGS.keys() == TEXT_ENCODER_PLANS.keys()
 
-    @parameterized.expand([(name, world) for name in CONFIGS for world in (2, 3)])
+    @parameterized.expand([(name, world) for name in (*CONFIGS, *VARIANTS) for world in (2, 3)])
     def test_embeddings_are_those_of_one_process(self, name, world):
-        whole = tiny(name)
+        name, config = VARIANTS.get(name) or (name, CONFIGS[name])
+        whole = tiny(name, config)
         layers = {
             path: module.weight.numel()
             for path, module in whole.named_modules()
-            if isinstance(module, torch.nn.Linear) and re.search(r"(?<!blocks)\.\d+\.", path) and "vis" not in path
+            if isinstance(module, torch.nn.Linear)
+            and re.search(r"(?<!blocks)\.\d+\.", path)
+            and "vis" not in path
+            # One key head is shared by all ranks.
+            and not (re.search("[kv]_proj", path) and module.out_features in (12, 16))
         }
         with tempfile.TemporaryDirectory() as folder:
             whole.save_pretrained(folder)

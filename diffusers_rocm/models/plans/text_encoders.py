@@ -4,6 +4,7 @@ Their attention views its heads by their size, whatever their number; the rules 
 own `base_model_tp_plan`, where it has one, and say besides what becomes of the tables of words.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from .plan import TensorParallelPlan, at
@@ -53,15 +54,11 @@ _CLIP = TensorParallelPlan(
     },
 )
 
-_DECODER_LAYER = {
-    "self_attn.q_proj": "column:heads",
-    "self_attn.k_proj": "column:kv",
-    "self_attn.v_proj": "column:kv",
-    "self_attn.o_proj": "row:heads",
-    "mlp.gate_proj?": "column:mlp",
-    "mlp.up_proj?": "column:mlp",
-    "mlp.gate_up_proj?": "column:mlp+mlp",
-    "mlp.down_proj": "row:mlp",
+_DECODER_MLP = {
+    "gate_proj?": "column:mlp",
+    "up_proj?": "column:mlp",
+    "gate_up_proj?": "column:mlp+mlp",
+    "down_proj": "row:mlp",
 }
 
 
@@ -70,34 +67,45 @@ def _text(config: Any) -> Any:
     return getattr(config, "encoder", None) or config.get_text_config()
 
 
-def _key_heads(config: Any) -> int:
-    return _text(config).num_key_value_heads
+def _decoder(path: str, words: str = "embedding") -> Callable[[Any], TensorParallelPlan]:
+    """By the model's config: Gemma 4's layers are of two kinds, with heads of their own number and size each."""
 
+    def plan(config: Any) -> TensorParallelPlan:
+        text, rules, heads = _text(config), {f"{path}embed_tokens": words, "lm_head?": "gather"}, {}
+        by_layer = getattr(text, "per_layer_config", [text] * text.num_hidden_layers)  # transformers 4 has none
+        for index in range(text.num_hidden_layers):
+            layer = by_layer[index]
+            keys, queries = layer.num_key_value_heads, text.num_attention_heads
+            dim = getattr(layer, "head_dim", None) or text.hidden_size // queries
+            kind = f"{keys}x{dim}"
+            if keys == 1:  # which all queries share
+                heads[f"heads_{kind}"] = queries, dim
+                of_keys, shared = "replicate:one head", {"": f"local:num_key_value_groups=heads_{kind}"}
+            else:
+                heads[f"heads_{kind}"], heads[f"keys_{kind}"] = (keys, queries // keys * dim), (keys, dim)
+                of_keys, shared = f"column:keys_{kind}", {}
+            attention = {
+                "q_proj": f"column:heads_{kind}",
+                "k_proj?": of_keys,  # in Gemma 4 later layers may attend to the keys of earlier ones,
+                "v_proj?": of_keys,  # and keys may be values as well
+                "o_proj": f"row:heads_{kind}",
+            }
+            rules |= at(f"{path}layers.{index}.self_attn", attention | shared)
+            rules |= at(f"{path}layers.{index}.mlp", _DECODER_MLP)
+        return TensorParallelPlan(rules, heads)
 
-def _head_dim(config: Any) -> int:
-    text = _text(config)
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-def _group_dim(config: Any) -> int:
-    """Of the queries that share a key and a value."""
-    return _text(config).num_attention_heads // _key_heads(config) * _head_dim(config)
-
-
-def _decoder(path: str, words: str = "embedding") -> TensorParallelPlan:
-    return TensorParallelPlan(
-        {**at(f"{path}layers.*", _DECODER_LAYER), f"{path}embed_tokens": words, "lm_head?": "gather"},
-        heads={"heads": (_key_heads, _group_dim), "kv": (_key_heads, _head_dim)},
-    )
+    return plan
 
 
 _SCALED = "replicate:words, scaled as they are looked up"
 
-TEXT_ENCODER_PLANS = {
+# Class -> its plan, or what makes it of the config.
+TEXT_ENCODER_PLANS: dict[str, TensorParallelPlan | Callable[[Any], TensorParallelPlan]] = {
     "CLIPTextModel": _CLIP,
     "CLIPTextModelWithProjection": _CLIP,
     "Gemma2Model": _decoder("", _SCALED),
     "Gemma3ForConditionalGeneration": _decoder("model.language_model.", _SCALED),
+    "Gemma4UnifiedForConditionalGeneration": _decoder("model.language_model.", _SCALED),
     "GemmaModel": _decoder("", _SCALED),
     "GlmModel": _decoder(""),
     "LlamaForCausalLM": _decoder("model."),
@@ -114,6 +122,7 @@ TEXT_ENCODER_PLANS = {
     "Qwen3VLModel": _decoder("language_model."),
     "SmolLM3ForCausalLM": _decoder("model."),
     "T5EncoderModel": _T5,
+    "T5Gemma2Encoder": _decoder("text_model.", _SCALED),
     "T5GemmaEncoderModel": _decoder("encoder."),
     "UMT5EncoderModel": _T5,
 }
