@@ -58,7 +58,7 @@ class _Call:
 
 
 @contextlib.contextmanager
-def _recorded(calls: list[_Call]) -> Iterator[None]:
+def recorded(calls: list[_Call]) -> Iterator[None]:
     """What is exchanged in here, each with how to do so again, in buffers of its own."""
 
     def record(name: str, original: Callable[..., Any], sends: int) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def measure_comm(request: StepRequest) -> list[Collective]:
     model.enable_parallelism(config=ParallelConfig(**parse_mesh(request.meshes[0])))
     model(**given)  # what is exchanged once, in the first forward
     calls: list[_Call] = []
-    with _recorded(calls):
+    with recorded(calls):
         model(**given)
     # Ranks send unevenly; which calls are alike must be the same for all.
     sent = all_gather_int64(torch.tensor([call.sent for call in calls], dtype=torch.int64), world).T.tolist()

@@ -76,10 +76,11 @@ def _packed(randn: Randn, size: Size, channels: int, text: int) -> dict[str, Any
 def _flux(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = _packed(randn, size, config["in_channels"], config["joint_attention_dim"])
     like = given["hidden_states"]
+    if config["guidance_embeds"]:
+        given["guidance"] = torch.tensor([4.0], device=like.device)  # exact in bf16 after the model's factor of 1000
     return given | {
         "pooled_projections": randn(1, config["pooled_projection_dim"]),
         "timestep": torch.tensor([0.5], device=like.device, dtype=like.dtype),
-        "guidance": torch.tensor([4.0], device=like.device),  # exact in bf16 after the model's factor of 1000
         "img_ids": _ids(size.height // 16, size.width // 16, like),
         "txt_ids": like.new_zeros(size.text, 3),
     }

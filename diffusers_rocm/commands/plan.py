@@ -1,33 +1,242 @@
-"""`diffusers-rocm plan`: what a rank will hold, before anything is loaded."""
+"""`diffusers-rocm plan`: which mesh to take, before any of it is there; what each rank of it will hold."""
 
 import argparse
+import json
+import logging
+import re
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import diffusers
 import torch
+import transformers
 
-from ..models.plans.verify import verify_plan
+from ..benchmarks.known_models import Size
+from ..distributed.launching import under_torchrun
+from ..models.plans.verify import PlanReport, verify_plan
 from ..pipelines.model_folder import ModelFolder
+from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
+from ..planner.measure import measure
+from ..planner.search import RESERVED, WEIGHT_BYTES, Candidate, Dropped, Machine, one_gpu, search
+from ..planner.subject import SUBJECTS, Subject, find_subject
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Checked arguments; without a machine, only what a rank holds is asked."""
+
+    subject: Subject | None
+    size: Size | None
+    machine: Machine | None
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser("plan", help="what each rank of a tensor-parallel model will hold")
-    parser.add_argument("--model", required=True, help="a pipeline: a local folder or a Hub id")
-    parser.add_argument("--tp", type=int, default=2, help="ranks to shard over")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser = subparsers.add_parser("plan", help="which mesh to take: predicted seconds and memory, without a GPU")
+    parser.add_argument(
+        "--model", required=True, help=f"{', '.join(SUBJECTS)}, their ids on the Hub, or a pipeline's folder or id"
+    )
+    parser.add_argument("--gpus", type=int, help="of each node; default: those of this machine")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpu", help="which: 'RX 7900 XTX', H200, ...; default: this machine's")
+    parser.add_argument("--memory", help="of each GPU, 16GB say; default: as this GPU has")
+    parser.add_argument("--link", help="what a GPU sends to others of its node, 12GB/s say; default: by the GPU")
+    parser.add_argument("--internode", help="what a GPU sends to other nodes; default: 50GB/s")
+    parser.add_argument("--measure", action="store_true", help="measure this machine's GPUs and links first")
+    parser.add_argument("--resolution", type=int, help="the height; default: what the model is for")
+    parser.add_argument("--frames", type=int, help="of a video; default: what the model is for")
+    parser.add_argument("--text", type=int, help="text tokens")
+    parser.add_argument("--dtype", default="bfloat16", choices=WEIGHT_BYTES, help="of the weights")
+    parser.add_argument(
+        "--guidance", action=argparse.BooleanOptionalAction, help="a step is two forwards; default: by the model"
+    )
+    parser.add_argument("--all", action="store_true", help="all meshes, and not just the fastest ten")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--tp", type=int, help="what a rank holds under this degree, of a pipeline's folder or id")
     parser.add_argument("--explain", action="store_true", help="also what is replicated, and why")
+    parser.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
 
-def check(args: argparse.Namespace) -> str:
-    """The report. Raises ValueError."""
-    folder = ModelFolder(args.model)
-    cls = getattr(diffusers, folder.denoiser_class)
+def check(args: argparse.Namespace) -> PlanRequest:
+    """Raises ValueError."""
+    # Nothing is loaded: what importing classes has to say of their weights and processors does not matter here.
+    diffusers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    for name in ("gpus", "nodes", "resolution", "frames", "text", "tp"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1; got {value}")
+    if args.tp is not None and args.gpus is None:
+        _explained(args.model, args.tp, args.dtype)
+        return PlanRequest(None, None, None)
+    subject = find_subject(args.model)
+    size = subject.known.sized(args.resolution, args.frames, args.text)
+    if args.guidance is not None:
+        subject = replace(subject, forwards=1 + args.guidance)
+    if not hasattr(diffusers, subject.known.cls):
+        raise ValueError(f"diffusers {diffusers.__version__} has no {subject.known.cls}")
+    gpus = args.gpus or torch.cuda.device_count()
+    if gpus == 0:
+        raise ValueError("this machine has no GPUs to plan for: give --gpus 4, say")
+    if args.measure and (args.gpu or under_torchrun()):
+        raise ValueError("--measure measures the GPUs that are here, in one process: without --gpu and torchrun")
+    gpu = find_gpu(args.gpu)
+    inside = _amount(args.link, "--link", "B/s") or gpu.link
+    between = _amount(args.internode, "--internode", "B/s") or min(inside, BETWEEN_NODES)
+    memory = _amount(args.memory, "--memory", "B") or gpu.memory
+    if memory <= RESERVED:
+        raise ValueError(f"--memory {args.memory}: {RESERVED / 1e9:g} GB of each GPU are the driver's")
+    return PlanRequest(subject, size, Machine(gpu, gpus, args.nodes, memory, Links(inside, between)))
+
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)(B|B/s)", re.ASCII)
+
+
+def _amount(text: str | None, flag: str, unit: str) -> float | None:
+    """Bytes, or bytes a second. Raises ValueError."""
+    if text is None:
+        return None
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or match[4] != unit or float(match[1]) == 0:
+        raise ValueError(f"{flag} {text}: write 16G{unit} or 15.9Gi{unit}, say")
+    return float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
+
+
+def _explained(model: str, tp: int, dtype: str) -> PlanReport:
+    """Of any model with a plan. Raises ValueError."""
+    short = model.lower()
+    known = next((each for key, each in SUBJECTS.items() if short in (key, each.name.lower())), None)
+    if known is not None:
+        cls, config = getattr(diffusers, known.known.cls), {**known.known.config, **known.config}
+    else:
+        folder = ModelFolder(model)
+        cls, config = getattr(diffusers, folder.denoiser_class), folder.denoiser_config()
     with torch.device("meta"):
-        model = cls.from_config(folder.denoiser_config()).to(getattr(torch, args.dtype))
-    report = str(verify_plan(model, args.tp))
-    return report if args.explain else report.splitlines()[0]
+        whole = cls.from_config(config).to(getattr(torch, dtype, torch.bfloat16))
+    return verify_plan(whole, tp)
 
 
-def run(report: str, args: argparse.Namespace, argv: list[str]) -> int:
-    print(report)
-    return 0
+def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    if request.machine is None:
+        _print_explained(args, args.tp)
+        return 0
+    machine = _measured(request.machine, args) if args.measure else request.machine
+
+    def told(mesh: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[Klooking at {mesh}", end="", file=sys.stderr, flush=True)
+
+    found, dropped = search(request.subject, request.size, machine, args.dtype, not args.eager, told)
+    alone = one_gpu(request.subject, request.size, machine, args.dtype, not args.eager)
+    told("nothing more")
+    if args.json:
+        print(json.dumps(as_json(request, machine, found, dropped, alone), indent=1))
+    else:
+        print(_report(request, machine, args, found, dropped, alone))
+    if args.explain and found:
+        _print_explained(args, args.tp or found[0].degrees.get("tp", 1))
+    return 0 if found else 1
+
+
+def _print_explained(args: argparse.Namespace, tp: int) -> None:
+    text = str(_explained(args.model, tp, args.dtype))
+    print(text if args.explain else text.splitlines()[0])
+
+
+def _measured(machine: Machine, args: argparse.Namespace) -> Machine:
+    """The machine with what is measured here, but for what was said."""
+    measured = measure()
+    gpu = measured.gpu()
+    inside = machine.links.inside if args.link else gpu.link
+    between = machine.links.between if args.internode else min(inside, BETWEEN_NODES)
+    return replace(
+        machine, gpu=gpu, memory=machine.memory if args.memory else gpu.memory, links=Links(inside, between)
+    )
+
+
+def as_json(
+    request: PlanRequest, machine: Machine, found: list[Candidate], dropped: list[Dropped], alone: float
+) -> dict[str, Any]:
+    """Seconds, bytes."""
+    return {
+        "model": request.subject.name,
+        "size": asdict(request.size),
+        "machine": asdict(machine),
+        "one GPU": alone,
+        "meshes": [
+            {
+                "mesh": dict(each.degrees),
+                "rotate_method": each.rotate_method,
+                "step": each.step,
+                "forward": asdict(each.seconds),
+                "forwards": each.forwards,
+                "memory": dict(each.stages),
+            }
+            for each in found
+        ],
+        "dropped": [asdict(each) for each in dropped],
+    }
+
+
+def _report(
+    request: PlanRequest,
+    machine: Machine,
+    args: argparse.Namespace,
+    found: list[Candidate],
+    dropped: list[Dropped],
+    alone: float,
+) -> str:
+    size, gpu, links = request.size, machine.gpu, machine.links
+    frames = f" x {size.frames} frames" if size.frames > 1 else ""
+    of = "measured" if gpu.measured else "assumed from its data sheet"
+    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
+    between = f", {links.between / 1e9:g} GB/s between nodes" if machine.nodes > 1 else ""
+    lines = [
+        f"{request.subject.name}, {size.height} x {size.width}{frames}, {args.dtype}, "
+        f"{request.subject.forwards} forward(s) a step, {'eager' if args.eager else 'compiled'}",
+        f"{nodes}{machine.gpus} x {gpu.name} (speed {of}) with {machine.memory / 1e9:.1f} GB, "
+        f"{links.inside / 1e9:g} GB/s between GPUs{between}",
+        "",
+    ]
+    if found:
+        heads = ("ms a step", "one GPU", "compute", "waiting", "encode", "denoise", "decode")
+        width = max(24, *(len(str(each)) for each in found)) + 1
+        lines += [
+            f"{'':{width}}{'':19}{'ms of a forward':>20}{'GB of a rank to':>24}",
+            f"{'mesh':{width}}" + "".join(f"{head:>10}" for head in heads) + "   waits for, ms",
+        ]
+        shown = found if args.all else found[:10]
+        for each in shown:
+            waits = {axis: seconds for axis, seconds in each.seconds.communication.items() if seconds >= 5e-5}
+            waiting = ", ".join(f"{axis} {seconds * 1e3:.1f}" for axis, seconds in waits.items())
+            hidden = f"; hidden {each.seconds.hidden * 1e3:.1f}" if each.seconds.hidden >= 5e-5 else ""
+            milliseconds = (each.seconds.compute * 1e3, sum(each.seconds.communication.values()) * 1e3)
+            gigabytes = (each.stages[stage] / 1e9 for stage in ("encode", "denoise", "decode"))
+            lines.append(
+                f"{each!s:{width}}{each.step * 1e3:>10.1f}{alone / each.step:>9.2f}x"
+                + "".join(f"{value:>10.1f}" for value in (*milliseconds, *gigabytes))
+                + f"   {waiting or 'nothing'}{hidden}"
+            )
+        lines += [f"{len(found) - len(shown)} more with --all"] if len(found) > len(shown) else []
+        lines += [f"{'one GPU, if it had room':{width}}{alone * 1e3:>10.1f}{1:>9.2f}x"]
+    if dropped:
+        few = dropped if args.all else dropped[:10]
+        lines += ["", "not to be had:", *(f"  {each.mesh}: {each.reason}" for each in few)]
+        lines += [f"  {len(dropped) - len(few)} more with --all"] if len(dropped) > len(few) else []
+    lines.append("")
+    if found:
+        best = found[0]
+        axes = " ".join(f"--{axis} {count}" for axis, count in best.degrees.items())
+        lines.append(f"diffusers-rocm generate --model {args.model} {axes}{'' if args.eager else ' --compile'} ...")
+        lines.append("Meshes within some percent of each other are alike: these are predictions, of a step alone.")
+    else:
+        least = min((each for each in dropped if each.short_of), key=lambda each: each.short_of, default=None)
+        if least is not None:
+            lines.append(
+                f"nothing fits; {least.mesh} lacks the least, {least.short_of / 1e9:.1f} GB: "
+                f"{'--dtype int8' if args.dtype not in ('int8', 'fp8', 'int4') else 'more GPUs'}, or generate's "
+                "--offload group"
+            )
+    return "\n".join(lines)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # the planner's, which have no values
 
 from .agreement import fingerprints
 from .axis import Axis
@@ -28,7 +29,7 @@ def is_quantized(x: Tensor) -> bool:
 
 def is_cuttable(x: Tensor) -> bool:
     """Is it a plain tensor, or one of torchao that can be cut?"""
-    return type(x.data) is Tensor or is_quantized(x) and type(x).__name__ in CUTTABLE
+    return type(x.data) in (Tensor, FakeTensor) or is_quantized(x) and type(x).__name__ in CUTTABLE
 
 
 def parts(x: Tensor) -> dict[str, Tensor]:

@@ -126,7 +126,11 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
             raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
     for name, count in plan.head_counts(model.config).items():
         if world > count:
-            what = "key/value heads" if any(each.startswith(("kv", "keys")) for each in plan.heads) else f"attention {name}"
+            what = (
+                "key/value heads"
+                if any(each.startswith(("kv", "keys")) for each in plan.heads)
+                else f"attention {name}"
+            )
             raise ValueError(
                 f"tp={world} exceeds the {count} {what} of this {type(model).__name__}; use tp <= {count}"
             )

@@ -32,6 +32,12 @@ class ModelFolder:
             raise ValueError(f"{model}: its model_index.json is not that of a pipeline")
         entries = {name: index.get(name) for name in ("transformer", "unet", "vae")}
         classes = {name: x[1] for name, x in entries.items() if isinstance(x, list) and len(x) == 2 and x[1]}
+        found = {name: x for name, x in index.items() if isinstance(x, list) and len(x) == 2 and x[1]}
+        self._text_encoders = {
+            name: cls
+            for name, (library, cls) in found.items()
+            if name.startswith("text_encoder") and library == "transformers"
+        }
         self.pipeline_class: str | None = index.get("_class_name")
         self.vae_class: str | None = classes.pop("vae", None)
         if not classes:
@@ -50,8 +56,15 @@ class ModelFolder:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.model}: its {name} is not JSON ({error})") from None
 
+    def config(self, component: str) -> dict:
+        return self._json(f"{component}/config.json")
+
     def denoiser_config(self) -> dict:
-        return self._json(f"{self._denoiser}/config.json")
+        return self.config(self._denoiser)
+
+    def text_encoders(self) -> dict[str, tuple[str, dict]]:
+        """Name -> class and config of each text encoder of transformers."""
+        return {name: (cls, self.config(name)) for name, cls in self._text_encoders.items()}
 
     def pipeline(self, from_image: bool) -> type[DiffusionPipeline]:
         """The class of the pipeline, or of the one that begins with a picture and has the same models.

@@ -1,27 +1,85 @@
 """`diffusers-rocm plan`."""
 
+import json
 import unittest
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from parameterized import parameterized
 
 from diffusers_rocm import commands
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 
+TINY = ["plan", "--model", str(EMBEDDED_MODEL), "--resolution", "64", "--text", "32", "--gpu", "7800 XT"]
+
+
+def plan(*arguments: str) -> tuple[int, str, str]:
+    output, errors = StringIO(), StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            code = commands.main([*TINY, *arguments])
+        except SystemExit as error:  # of argparse
+            code = error.code
+    return code, output.getvalue(), errors.getvalue()
+
+
 class TestPlan(unittest.TestCase):
     @parameterized.expand([(False,), (True,)])
     def test_explain(self, explain):
-        output = StringIO()
-        with redirect_stdout(output):
-            code = commands.main(
-                ["plan", "--model", str(EMBEDDED_MODEL), "--tp", "4", *(["--explain"] if explain else [])]
-            )
-        text = output.getvalue()
+        code, text, _ = plan("--tp", "4", *(["--explain"] if explain else []))
         assert code == 0 and "FluxTransformer2DModel, tp=4: at most " in text, text
         assert ("replicated on every rank" in text and "time_text_embed" in text) == explain
         assert "matches nothing" not in text and "without a rule" not in text
+
+    def test_meshes(self):
+        code, text, _ = plan("--gpus", "2", "--memory", "16GB", "--link", "12GB/s", "--dtype", "float32", "--explain")
+        assert code == 0 and "2 x RX 7800 XT (speed assumed from its data sheet) with 16.0 GB, 12 GB/s" in text, text
+        for mesh in ("tp=2", "ulysses=2", "ring=2 (p2p)", "ring=2 (allgather)", "one GPU, if it had room"):
+            assert f"\n{mesh}" in text
+        assert "diffusers-rocm generate --model" in text and "at most 0.0" in text
+
+    def test_json(self):
+        code, text, _ = plan("--gpus", "4", "--memory", "1.0055GB", "--json")
+        found = json.loads(text)
+        steps = [each["step"] for each in found["meshes"]]
+        assert code == 0 and steps == sorted(steps) and found["one GPU"] > 0
+        for each in found["meshes"]:
+            assert max(each["memory"].values()) <= 6e6
+        assert found["dropped"] and all(each["reason"] for each in found["dropped"])
+
+    def test_nothing_fits(self):
+        code, text, _ = plan("--gpus", "2", "--memory", "1001MB")
+        assert code == 1 and "nothing fits; " in text and "--dtype int8" in text, text
+
+    @parameterized.expand(
+        [
+            (("--gpus", "2", "--memory", "16XB"), "--memory 16XB: write 16GB"),
+            (("--gpus", "2", "--memory", "1GB"), "are the driver's"),
+            (("--gpus", "2", "--link", "0GB/s"), "--link 0GB/s: write 16GB/s"),
+            (("--gpus", "2", "--link", "12GB"), "--link 12GB: write"),
+            (("--gpus", "0"), "--gpus must be at least 1; got 0"),
+            (("--nodes", "-1", "--gpus", "2"), "--nodes must be at least 1; got -1"),
+            (("--gpus", "2", "--resolution", "100"), "no multiple of 16"),
+            (("--gpus", "2", "--gpu", "Voodoo 3"), "--gpu Voodoo 3: unknown; there are"),
+            (("--gpus", "2", "--gpu", "7900"), "which of RX 7900 XTX, RX 7900 XT"),
+            (("--gpus", "2", "--gpu", "H200", "--measure"), "--measure measures the GPUs that are here"),
+            (("--tp", "9"), "tp=9 exceeds the 8 attention heads"),
+            (("--model", "no/such", "--gpus", "2"), "no/such: no model_index.json there"),
+        ]
+    )
+    def test_bad_input_is_one_line(self, arguments, said):
+        code, text, errors = plan(*arguments)
+        assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.sampled_from(["--memory", "--link", "--internode", "--gpu", "--gpus", "--nodes", "--frames"]), st.text())
+    def test_nonsense_is_no_traceback(self, flag, value):
+        # What is fine goes no further than the next argument, which is not.
+        code, _, errors = plan("--gpus", "2", flag, value, "--resolution", "100")
+        assert code == 2 and "Traceback" not in errors
 
 
 if __name__ == "__main__":

@@ -1,0 +1,208 @@
+"""All meshes of some GPUs: what each costs, and why those that cannot be had cannot."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..benchmarks.known_models import Size
+from ..distributed.mesh import AXES
+from ..pipelines.text_encoders import ROOM
+from .cost import Seconds, predict
+from .hardware import GPU, Links, to_one_neighbour
+from .rehearsal import Ledger, rehearse
+from .stages import decode_bytes, encoder_bytes
+from .subject import Subject
+
+
+# Of a GPU's memory, what its driver, the contexts and the buffers of collectives take.
+RESERVED = 1.0e9
+
+# GPUs from which on not all meshes are looked at.
+MANY = 9
+
+# Bytes of a weight, and of a Linear's weight in 8 or 4 bits, scales included.
+WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "int8": 1.01, "fp8": 1.01, "int4": 0.56}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The GPUs that there are.
+
+    Attributes:
+        memory: bytes of each.
+    """
+
+    gpu: GPU
+    gpus: int
+    nodes: int
+    memory: float
+    links: Links
+
+    @property
+    def world(self) -> int:
+        return self.gpus * self.nodes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh, as the rank with the most has it.
+
+    Attributes:
+        degrees: axis -> ranks, without those of one.
+        rotate_method: of a ring.
+        seconds: of one forward.
+        forwards: in a row, of one step.
+        guidance: seconds in which the branches of guidance exchange their predictions.
+        stages: bytes while text is encoded, while it denoises and while it decodes.
+    """
+
+    degrees: Mapping[str, int]
+    rotate_method: str
+    seconds: Seconds
+    forwards: int
+    guidance: float
+    stages: Mapping[str, float]
+
+    @property
+    def step(self) -> float:
+        return self.forwards * self.seconds.total + self.guidance
+
+    def __str__(self) -> str:
+        return mesh_name(self.degrees, self.rotate_method)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A mesh that cannot be had; `short_of` has the bytes that it lacks, where that is why."""
+
+    mesh: str
+    reason: str
+    short_of: float = 0.0
+
+
+def mesh_name(degrees: Mapping[str, int], rotate_method: str) -> str:
+    named = ",".join(f"{axis}={size}" for axis, size in degrees.items()) or "one GPU"
+    return f"{named} ({rotate_method})" if degrees.get("ring", 1) > 1 else named
+
+
+def meshes(machine: Machine, forwards: int) -> Iterator[tuple[dict[str, int], str]]:
+    """All products of the axes that share a picture, and how a ring sends; sums stay inside a node."""
+    world, links = machine.world, machine.links
+    divisors = [each for each in range(1, world + 1) if world % each == 0]
+    # Where sending to one neighbour is as fast as to all, gathering was never faster (docs/performance.md).
+    slow = any(to_one_neighbour(rate) < rate for rate in (links.inside, links.between))
+    for cfg, ring, ulysses, tp in itertools.product((1, 2), divisors, divisors, divisors):
+        if cfg * ring * ulysses * tp != world or cfg > forwards or tp > machine.gpus:
+            continue
+        degrees = {"cfg": cfg, "ring": ring, "ulysses": ulysses, "tp": tp}
+        for rotate_method in ("p2p", "allgather") if ring > 1 and slow else ("p2p",):
+            yield {axis: size for axis, size in degrees.items() if size > 1}, rotate_method
+
+
+def search(
+    subject: Subject,
+    size: Size,
+    machine: Machine,
+    dtype: str,
+    compiled: bool = True,
+    told: Callable[[str], None] = lambda mesh: None,
+    wanted: Callable[[Mapping[str, int]], bool] = lambda degrees: True,
+) -> tuple[list[Candidate], list[Dropped]]:
+    """Every mesh of all GPUs of the machine: those that fit, the fastest first, and those that are dropped.
+
+    Where there are many, a higher tp is looked at only as long as it is faster than the last.
+
+    Args:
+        dtype: of the weights: of `WEIGHT_BYTES`. What is computed is in bfloat16 where weights are smaller.
+        told: is called with the name of each mesh before it is looked at.
+        wanted: which meshes to look at.
+
+    Raises:
+        ValueError: a class that diffusers or transformers lacks.
+    """
+    around = _around_denoising(subject, size, machine, _computed(dtype))
+    found, dropped, ledgers = [], [], {}
+    by_tp: dict[int, list[tuple[dict[str, int], str]]] = {}
+    for degrees, rotate_method in meshes(machine, subject.forwards):
+        if wanted(degrees):
+            by_tp.setdefault(degrees.get("tp", 1), []).append((degrees, rotate_method))
+    for _, of_tp in sorted(by_tp.items()):
+        fastest = min((each.step for each in found), default=math.inf)
+        before = len(found)
+        for degrees, rotate_method in of_tp:
+            name = mesh_name(degrees, rotate_method)
+            told(name)
+            shared = {axis: count for axis, count in degrees.items() if axis != "cfg"}
+            key = (*shared.items(), rotate_method)
+            try:
+                if key not in ledgers:
+                    given = subject.known, size, shared, subject.config, _computed(dtype), rotate_method
+                    ledgers[key] = rehearse(*given)
+            except ValueError as error:
+                dropped.append(Dropped(name, str(error)))
+                continue
+            each = _candidate(degrees, rotate_method, ledgers[key], around, subject, machine, dtype, compiled)
+            (found if isinstance(each, Candidate) else dropped).append(each)
+        if machine.world > MANY and len(found) > before and min(each.step for each in found[before:]) > fastest:
+            break
+    return sorted(found, key=lambda each: each.step), dropped
+
+
+def _around_denoising(subject: Subject, size: Size, machine: Machine, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes of a rank while text is encoded, and while a picture is decoded; tile by tile where it must be."""
+    encoders = [encoder_bytes(part, machine.world, dtype) for part in subject.encoders.values()]
+    # A whole encoder on each rank costs no traffic; they are sharded where they would not fit.
+    fits = sum(whole for whole, _ in encoders) <= ROOM * machine.memory
+    found: dict[str, float] = {"encode": sum(whole if fits else part for whole, part in encoders), "decode": 0}
+    if subject.vae is not None:
+        found["decode"] = decode_bytes(subject.vae, size, dtype, tiled=False)
+        if found["decode"] > machine.memory - RESERVED:
+            found["decode"] = decode_bytes(subject.vae, size, dtype, tiled=True)
+    return found
+
+
+def _candidate(
+    degrees: dict[str, int],
+    rotate_method: str,
+    ledger: Ledger,
+    around: Mapping[str, float],
+    subject: Subject,
+    machine: Machine,
+    dtype: str,
+    compiled: bool,
+) -> Candidate | Dropped:
+    stages = {**around, "denoise": denoise_bytes(ledger, dtype)}
+    stage, most = max(stages.items(), key=lambda item: item[1])
+    short = most + RESERVED - machine.memory
+    if short > 0:
+        reason = f"{most / 1e9:.1f} GB to {stage}, {(machine.memory - RESERVED) / 1e9:.1f} are free"
+        return Dropped(mesh_name(degrees, rotate_method), reason, short)
+    seconds = predict(ledger, degrees, machine.gpu, machine.links, machine.gpus, compiled)
+    cfg = degrees.get("cfg", 1)
+    guidance = _seconds_of_guidance(ledger, degrees, machine) if cfg > 1 else 0.0
+    return Candidate(degrees, rotate_method, seconds, subject.forwards // cfg, guidance, stages)
+
+
+def one_gpu(subject: Subject, size: Size, machine: Machine, dtype: str, compiled: bool) -> float:
+    """Seconds of a step of one GPU that has room for all of it."""
+    ledger = rehearse(subject.known, size, {}, subject.config, _computed(dtype))
+    return subject.forwards * predict(ledger, {}, machine.gpu, machine.links, machine.gpus, compiled).total
+
+
+def _computed(dtype: str) -> torch.dtype:
+    return getattr(torch, dtype) if dtype in ("float16", "float32") else torch.bfloat16
+
+
+def denoise_bytes(ledger: Ledger, dtype: str) -> float:
+    """Weights in their dtype, and what a step holds besides."""
+    small = WEIGHT_BYTES[dtype] / 2 if dtype in ("int8", "fp8", "int4") else 1.0
+    return ledger.weights - ledger.linears * (1 - small) + ledger.activations
+
+
+def _seconds_of_guidance(ledger: Ledger, degrees: Mapping[str, int], machine: Machine) -> float:
+    within = math.prod(degrees.get(axis, 1) for axis in AXES[2:])
+    rate = machine.links.inside if 2 * within <= machine.gpus else machine.links.between
+    return machine.links.latency + ledger.output / rate
