@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from .. import __version__
-from . import bench, env, generate, plan
+from . import bench, doctor, env, generate, plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, plan, bench, env):
+    for command in (generate, plan, bench, doctor, env):
         command.add_parser(subparsers).set_defaults(check=command.check, run=command.run)
     args = parser.parse_args(argv)
     # Ranks inherit it, so that "in all" is from here.

@@ -54,8 +54,7 @@ def collect() -> dict[str, Any]:
     """What is known without a process group; nothing of it names the user or the machine."""
     build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return {
-        "packages": {"diffusers_rocm": __version__, "torch": torch.__version__}
-        | {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": packages(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch build": build if torch.version.hip or torch.version.cuda else "CPU only",
@@ -73,11 +72,22 @@ def collect() -> dict[str, Any]:
             for name, state in psutil.net_if_stats().items()
         },
         "rdma": sorted(each.name for each in Path("/sys/class/infiniband").glob("*")),
-        "environment": {
-            name: without_names(value)
-            for name, value in sorted(os.environ.items())
-            if VARIABLES.fullmatch(name) and not SECRET.search(name)
-        },
+        "environment": settings(),
+    }
+
+
+def packages() -> dict[str, str]:
+    """Versions of what is installed."""
+    found = {name: version for name in PACKAGES if (version := _version(name))}
+    return {"diffusers_rocm": __version__, "torch": torch.__version__} | found
+
+
+def settings() -> dict[str, str]:
+    """The environment variables that change how things run."""
+    return {
+        name: without_names(value)
+        for name, value in sorted(os.environ.items())
+        if VARIABLES.fullmatch(name) and not SECRET.search(name)
     }
 
 
