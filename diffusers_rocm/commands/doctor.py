@@ -69,7 +69,7 @@ def run(request: DoctorRequest, args: argparse.Namespace, argv: list[str]) -> in
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is being tried ends too
     findings = []
     for finding in diagnose(request, args):
-        shown = replace(finding, seen=env.without_names(finding.seen), fix=env.without_names(finding.fix))
+        shown = replace(finding, seen=without_names(finding.seen), fix=without_names(finding.fix))
         findings.append(shown)
         if not args.json and shown.status != SKIPPED and _speaks():
             print(line(shown), flush=True)
@@ -80,6 +80,12 @@ def run(request: DoctorRequest, args: argparse.Namespace, argv: list[str]) -> in
     if under_torchrun() and code == 0:
         end_rank()
     return code
+
+
+def without_names(text: str) -> str:
+    """The text without the user, this machine, and the one where the ranks meet."""
+    first = os.environ.get("MASTER_ADDR")
+    return env.without_names(text.replace(first, "HOST") if first else text)
 
 
 def _speaks() -> bool:
@@ -100,7 +106,8 @@ def diagnose(request: DoctorRequest, args: argparse.Namespace) -> Iterator[Findi
             bool(machine.rdma_devices),
             request.device,
             args.timeout,
-            probe=not args.static,
+            not args.static,
+            without_names,
         )
         return
     yield from _torch_answers(request)

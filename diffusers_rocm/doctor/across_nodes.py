@@ -9,7 +9,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ def across_nodes(
     device: str,
     seconds: float,
     probe: bool,
+    clean: Callable[[str], str],
 ) -> Iterator[Finding]:
     """Findings of all nodes, the same on every rank; every rank calls it, in a Gloo group.
 
@@ -53,6 +54,7 @@ def across_nodes(
         rdma: whether the node has RDMA devices.
         device: of the collective.
         probe: whether one is tried.
+        clean: takes names of users and machines out of what leaves this one.
     """
     world = Axis.of_all()
     mine = {
@@ -63,14 +65,14 @@ def across_nodes(
         "settings": dict(settings),
         "rdma": rdma,
     }
-    everyone = [json.loads(text) for text in all_gather_text(json.dumps(mine), world)]
+    everyone = [json.loads(text) for text in all_gather_text(clean(json.dumps(mine)), world)]
     yield from of_nodes(everyone)
     yield replace(clock(_clocks(world)), name="clocks")
     yield replace(alike("versions", [each["versions"] for each in everyone]), name="versions")
     yield replace(alike("settings", [each["settings"] for each in everyone]), name="settings")
     if not probe:
         return
-    outcome = _exchange(world, device, [each["local_rank"] for each in everyone], seconds)
+    outcome = _exchange(world, device, [each["local_rank"] for each in everyone], seconds, clean)
     yield replace(collectives(outcome, world.size), name="collectives")
     yield replace(bandwidth(outcome, device), name="bandwidth")
     nodes = {rank: each["node"] for rank, each in enumerate(everyone)}
@@ -130,7 +132,9 @@ def alike(what: str, by_rank: list[Mapping[str, str]]) -> Finding:
     return (problem if grave else warning)("; ".join(different), "; ".join(fixes) + "  # on every node")
 
 
-def _exchange(world: Axis, device: str, local_ranks: list[int], seconds: float) -> Outcome:
+def _exchange(
+    world: Axis, device: str, local_ranks: list[int], seconds: float, clean: Callable[[str], str]
+) -> Outcome:
     """The collectives that every rank's child has tried, all ranks' results and log lines together."""
     with socket.socket() as listener:  # free now; the first rank's child takes it in a moment
         listener.bind(("", 0))
@@ -139,11 +143,12 @@ def _exchange(world: Axis, device: str, local_ranks: list[int], seconds: float) 
     arguments = {"device": device, "local_ranks": local_ranks}
     mine = run_ranks(work.exchange, world.size, arguments, seconds, DEBUG, ranks=[world.rank], meet=meet)
     told = {"result": mine.results.get(world.rank), "failure": mine.failure, "log": telling_lines(mine.log)}
-    everyone = [json.loads(text) for text in all_gather_text(json.dumps(told), world)]
-    # Who hangs waits for who died.
-    failures = sorted((each["failure"] for each in everyone if each["failure"]), key=lambda text: " hung" in text)
+    everyone = [json.loads(text) for text in all_gather_text(clean(json.dumps(told)), world)]
+    # Who lost a rank fails, and who waits for one hangs: neither is the cause where there is another.
+    failures = [each["failure"] for each in everyone if each["failure"]]
+    failures.sort(key=lambda text: (" hung" in text, " failed" in text))
     results = {rank: each["result"] for rank, each in enumerate(everyone) if each["result"] is not None}
-    return Outcome(results, failures[0] if failures else "", "\n".join(each["log"] for each in everyone))
+    return Outcome(results, "; ".join(failures), "\n".join(each["log"] for each in everyone))
 
 
 def channels(outcome: Outcome, device: str, nodes: Mapping[int, int], rdma: bool) -> Finding:

@@ -28,6 +28,8 @@ def torch_build(machine: Machine) -> Finding:
     kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
     seen = f"torch {torch.version} ({kind}), {len(torch.devices)} GPU(s) to it"
     if machine.has_amd and not torch.hip and not (torch.cuda and machine.has_nvidia):
+        if machine.kfd_architectures and set(machine.kfd_architectures) <= {*INTEGRATED}:
+            return warning(f"{seen}; the CPU's own GPU, {machine.kfd_architectures[0]}, is not used", INSTALL_ROCM)
         return problem(f"{seen}; there are AMD cards, which need a ROCm build", INSTALL_ROCM)
     if machine.has_nvidia and not machine.has_amd and not torch.cuda:
         return problem(

@@ -146,7 +146,11 @@ def _failure(folder: Path, codes: Mapping[int, int | None], late: list[int], stu
     if stuck:
         return f"rank {stuck[0]} hung{at(stuck[0])} and cannot be killed: the driver keeps it"
     if late:
-        return f"rank {late[0]} hung{at(late[0])}: killed after {seconds:g} s"
+        stages: dict[str, list[str]] = {}
+        for rank in late:
+            stages.setdefault(at(rank), []).append(f"rank {rank}")
+        where = "; ".join(f"{' and '.join(ranks)} hung{stage}" for stage, ranks in stages.items())
+        return f"{where}: killed after {seconds:g} s"
     errors = sorted(folder.glob("error.*"), key=lambda file: file.stat().st_mtime_ns)
     said = {int(file.suffix[1:]): file.read_text() for file in errors if file.suffix[1:].isdecimal()}
     died = {rank: code for rank, code in codes.items() if code and rank not in said}

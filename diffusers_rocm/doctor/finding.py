@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-OK, WARNING, PROBLEM, SKIPPED = "OK", "warning", "problem", "skipped"
+STATUSES = OK, WARNING, PROBLEM, SKIPPED = "OK", "warning", "problem", "skipped"
 
 
 @dataclass(frozen=True)

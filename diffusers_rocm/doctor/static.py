@@ -14,7 +14,7 @@ Check = Callable[[Machine], Finding]
 CHECKS: tuple[tuple[Callable[[Machine], bool], str, tuple[Check, ...]], ...] = (
     (lambda machine: True, "", (cards.torch_build,)),
     (
-        lambda machine: machine.has_amd,
+        lambda machine: machine.has_amd and not (machine.torch.cuda and machine.has_nvidia),
         "no AMD GPU",
         (
             cards.permissions,

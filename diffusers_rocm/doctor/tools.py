@@ -110,10 +110,10 @@ def nvidia_smi_topology(text: str) -> Topology:
 def _table(text: str) -> dict[tuple[int, int], str]:
     """Cells of a table whose rows and first columns are GPUs, but for its diagonal."""
     lines = [line.split() for line in text.splitlines() if re.match(r"\s*GPU\d+\b", line)]
-    if not lines:
-        raise ValueError("no table of GPUs in it")
-    header, *rows = lines
+    header, *rows = lines or [[]]
     columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
+    if not columns:
+        raise ValueError("no table of GPUs in it")
     found = {}
     for row in rows[: len(columns)]:
         name, cells = row[0], row[1 : len(columns) + 1]

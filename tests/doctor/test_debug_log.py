@@ -1,0 +1,124 @@
+"""What the debug logs of NCCL and RCCL prove."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusers_rocm.doctor.debug_log import Channel, DebugLog, judge_transports, known_bad, parse, telling_lines
+from diffusers_rocm.doctor.finding import OK, PROBLEM, WARNING
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+LOGS = sorted(file.name for file in FIXTURES.glob("*.log"))
+
+
+def log_of(name: str) -> DebugLog:
+    return parse((FIXTURES / name).read_text())
+
+
+class TestParse:
+    def test_rccl(self):
+        log = log_of("rccl_p2p.log")
+        assert log.channels == (Channel(0, 1, "P2P", "P2P/IPC"), Channel(1, 0, "P2P", "P2P/IPC"))
+        assert log.library == "RCCL 2.27.7-HEAD:0d2c4fd"
+        assert log.warnings == ("the kernel's command line has no iommu=pt",)
+
+    def test_nccl(self):
+        log = log_of("nccl.log")
+        assert log.library == "NCCL 2.28.9+cuda13.0" and log.warnings == ()
+        assert [(each.sender, each.receiver, each.transport, each.detail) for each in log.channels] == [
+            (0, 1, "P2P", "P2P/CUMEM/read"),
+            (2, 1, "P2P", "P2P/direct pointer"),
+            (3, 0, "SHM", "SHM/direct/direct"),
+            (0, 8, "NET/IB", "NET/IB/0/GDRDMA"),
+            (8, 0, "NET/IB", "NET/IB/1(4)/GDRDMA/Shared"),
+        ]
+
+    def test_names_of_networks(self):
+        assert {each.transport for each in log_of("rccl_socket.log").channels} == {"NET/Socket"}
+        assert log_of("rccl_libfabric.log").channels == (
+            Channel(4092, 0, "NET/AWS Libfabric", "NET/AWS Libfabric/2/GDRDMA"),
+        )
+        assert log_of("rccl_shm.log").channels == (Channel(0, 1, "SHM", "SHM/direct/direct"),)
+
+    def test_warnings(self):
+        assert log_of("rccl_shm.log").warnings == ("NUMA balancing is on",)
+        assert log_of("rccl_bad_build.log").warnings == (
+            "HIP failure: 'the operation cannot be performed in the present state'",
+        )
+
+    def test_known_bad_builds(self):
+        assert "ROCm 7.2.1" in known_bad(log_of("rccl_bad_build.log").library)
+        assert known_bad(log_of("rccl_p2p.log").library) == known_bad("") == ""
+
+    @pytest.mark.parametrize("name", LOGS)
+    def test_cut_anywhere(self, name):
+        """Whole lines tell what they tell; at most the last one is lost, or lacks its end."""
+        text = (FIXTURES / name).read_text()
+        whole = parse(text)
+        for end in range(len(text)):
+            found = parse(text[:end])
+            pairs = {(each.sender, each.receiver, each.detail[:3]) for each in whole.channels}
+            assert {(each.sender, each.receiver, each.detail[:3]) for each in found.channels} <= pairs
+
+    @settings(max_examples=60, deadline=None)
+    @given(text=st.text(max_size=300))
+    def test_anything(self, text):
+        assert parse(text).channels == ()
+
+    @pytest.mark.parametrize("name", LOGS)
+    def test_what_is_sent_to_other_ranks(self, name):
+        text = (FIXTURES / name).read_text()
+        lines = telling_lines(text)
+        assert (
+            parse(lines) == parse(text)
+            and len(lines.splitlines()) < len(text.splitlines())
+            or name
+            in (
+                "rccl_libfabric.log",
+                "rccl_bad_build.log",
+            )
+        )
+
+
+def channel(sender: int, receiver: int, transport: str) -> Channel:
+    return Channel(sender, receiver, transport, f"{transport}/0")
+
+
+class TestJudge:
+    """Ranks 0 and 1 are one node, 2 and 3 another."""
+
+    NODES = {0: 0, 1: 0, 2: 1, 3: 1}
+
+    def judge(self, *channels: Channel, rdma: bool = False, peers: bool = False):
+        return judge_transports(channels, self.NODES, rdma, peers)
+
+    def test_what_is_fine(self):
+        inside = channel(0, 1, "P2P")
+        found = self.judge(inside, channel(1, 0, "P2P"), channel(1, 2, "NET/IB"), rdma=True, peers=True)
+        assert found.status == OK and found.seen == "NET/IB between 1 pair(s), P2P between 1 pair(s)"
+        assert self.judge(inside, channel(1, 2, "NET/AWS Libfabric"), rdma=True).status == OK
+        assert self.judge(inside, channel(1, 2, "NET/Socket"), rdma=False).status == OK  # nothing better is there
+        assert self.judge(channel(0, 1, "SHM"), peers=False).status == OK
+
+    def test_roce_that_fell_back_to_tcp(self):
+        """That IB was found and chosen, as this log says, is no proof."""
+        log = log_of("rccl_socket.log")
+        found = judge_transports(log.channels, {0: 0, 1: 1}, rdma=True, peers=False)
+        assert found.status == PROBLEM and "TCP" in found.seen and "/dev/infiniband" in found.fix
+
+    def test_one_pair_over_tcp_is_enough(self):
+        fine = [channel(0, 2, "NET/IB"), channel(0, 1, "P2P")]
+        assert self.judge(*fine, channel(3, 1, "NET/Socket"), rdma=True).status == PROBLEM
+
+    def test_one_node_over_the_network(self):
+        assert self.judge(channel(0, 1, "NET/IB"), rdma=True).status == PROBLEM
+        assert self.judge(channel(0, 1, "NET/Socket")).status == PROBLEM
+
+    def test_host_memory_between_peers(self):
+        assert self.judge(channel(0, 1, "SHM"), peers=True).status == WARNING
+
+    def test_no_channel(self):
+        assert self.judge().status == WARNING

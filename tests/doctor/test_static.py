@@ -1,0 +1,482 @@
+"""Static checks on machines that are folders: each one both ways."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diffusers_rocm.doctor import cards, host
+from diffusers_rocm.doctor import settings as settings_checks
+from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, STATUSES, WARNING, Finding, exit_code
+from diffusers_rocm.doctor.machine import Machine, TorchBuild, gfx_name, run_tool
+from diffusers_rocm.doctor.static import CHECKS, static_checks
+
+from .machines import BUS, CPU, CUDA, GOOD_SETTINGS, ROCM, kfd_node, machine, pci_card, radeons, rdma_device
+
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TOPOLOGY = {"amd-smi topology --json": (FIXTURES / "amd_smi_topology_new.json").read_text()}
+TWO = ("gfx1100", "gfx1100")
+
+
+def all_of(given: Machine) -> dict[str, Finding]:
+    return {each.name: each for each in static_checks(given)}
+
+
+class TestWhole:
+    def test_healthy_radeons(self, tmp_path):
+        found = all_of(machine(tmp_path, radeons(*TWO), tools=TOPOLOGY))
+        assert exit_code(found.values()) == 0
+        assert {each.status for each in found.values()} == {OK, SKIPPED}, found
+        for name in ("torch build", "permissions", "integrated gpu", "architecture", "aotriton", "miopen find mode"):
+            assert found[name].status == OK, found[name]
+        for name in ("large bar", "iommu", "numa balancing", "pcie link", "topology", "shared memory"):
+            assert found[name].status == OK, found[name]
+        assert found["rdma devices"] == Finding(SKIPPED, "no RDMA device", name="rdma devices")
+
+    def test_laptop(self, tmp_path):
+        found = all_of(machine(tmp_path, {"/proc/cmdline": "quiet"}, CPU, {}))
+        assert [name for name, each in found.items() if each.status != SKIPPED] == ["torch build"]
+        assert found["torch build"].status == OK
+
+    def test_nothing_readable(self, tmp_path):
+        """Not Linux, say."""
+        assert exit_code(static_checks(machine(tmp_path, {}, CPU, {}))) == 0
+
+    def test_cuda(self, tmp_path):
+        files = pci_card("0000:03:00.0", "0x10de") | pci_card("0000:04:00.0", "0x10de") | {"/dev/shm/nothing": ""}
+        tools = {"nvidia-smi topo -m": (FIXTURES / "nvidia_smi_topo_nvlink.txt").read_text()}
+        found = all_of(machine(tmp_path, files, CUDA, {}, tools))
+        assert found["topology"].seen == "NVLink (NV18): 6 pair(s)"
+        assert found["aotriton"].seen == "no AMD GPU" and exit_code(found.values()) == 0
+
+    def test_a_check_that_fails_is_told_of(self, tmp_path):
+        files = radeons(*TWO) | rdma_device("mlx5_0") | {"/dev/infiniband/uverbs0": ""}
+        found = all_of(machine(tmp_path, files, tools=TOPOLOGY | {"ibv_devices": "what?"}))
+        assert found["rdma library"].status == WARNING and "no table of devices" in found["rdma library"].seen
+        assert found["values"].status == SKIPPED or found["values"].status == OK  # the others go on
+
+    def test_names_are_those_of_the_documentation(self):
+        text = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+        for _, _, checks in CHECKS:
+            for check in checks:
+                assert f"| {check.__name__.replace('_', ' ')} |" in text, check
+
+    @settings(max_examples=30, deadline=None)
+    @given(data=st.data())
+    def test_any_content(self, data):
+        """Whatever is in the files and variables, there is a finding of every check."""
+        files = dict(radeons("gfx1100", "gfx1036") | rdma_device("mlx5_0", gids=["fe80::1"]))
+        for name in data.draw(st.lists(st.sampled_from(sorted(files)), max_size=12)):
+            files[name] = data.draw(st.text(max_size=30))
+        words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+        names = ["HIP_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+        names += ["NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", "NCCL_DEBUG", "MIOPEN_FIND_MODE"]
+        environment = data.draw(st.dictionaries(st.sampled_from(names), words))
+        printed = data.draw(st.text(max_size=60))
+        tools = dict.fromkeys(("amd-smi topology --json", "ibv_devices", "amd-smi static"), printed)
+        with tempfile.TemporaryDirectory() as folder:
+            found = [*static_checks(machine(Path(folder), files, ROCM, environment, tools))]
+        assert len(found) == sum(len(checks) for _, _, checks in CHECKS)
+        assert all(each.status in STATUSES and "\n" not in each.fix for each in found)
+
+
+class TestTorchBuild:
+    @pytest.mark.parametrize(
+        "torch, vendor, status",
+        [
+            (ROCM, "0x1002", OK),
+            (CUDA, "0x1002", OK),  # for NVIDIA cards that are there too
+            (TorchBuild("2.11.0", cuda="13.0"), "0x1002", PROBLEM),
+            (CPU, "0x1002", PROBLEM),
+            (CUDA, "0x10de", OK),
+            (CPU, "0x10de", PROBLEM),
+            (CPU, "0x8086", OK),
+            (TorchBuild("2.9.1", hip="6.4"), "0x1002", PROBLEM),  # sees no GPU
+            (TorchBuild("2.11.0", cuda="13.0"), "0x10de", PROBLEM),
+        ],
+    )
+    def test_build_and_cards(self, tmp_path, torch, vendor, status):
+        found = cards.torch_build(machine(tmp_path, pci_card("0000:03:00.0", vendor), torch))
+        assert found.status == status, found
+
+    def test_laptop_of_amd(self, tmp_path):
+        """A GPU that is part of the CPU is no reason to fail."""
+        found = cards.torch_build(machine(tmp_path, radeons("gfx1036"), CPU))
+        assert found.status == WARNING and "whl/rocm" in found.fix
+
+    def test_nvidia_cards_in_a_machine_of_amd(self, tmp_path):
+        found = all_of(machine(tmp_path, radeons("gfx1036") | pci_card("0000:43:00.0", "0x10de"), CUDA, {}))
+        assert found["torch build"].status == OK and found["aotriton"].status == found["iommu"].status == SKIPPED
+
+    def test_instinct_is_a_card_and_its_sound_is_not(self, tmp_path):
+        instinct = machine(tmp_path / "a", pci_card("0000:03:00.0", kind="0x120000"), CPU)
+        sound = machine(tmp_path / "b", pci_card("0000:03:00.1", kind="0x040300"), CPU)
+        assert instinct.has_amd and not sound.has_amd
+
+    def test_rocm_wheels_are_what_is_to_be_installed(self, tmp_path):
+        assert "whl/rocm" in cards.torch_build(machine(tmp_path, pci_card("0000:03:00.0"), CPU)).fix
+
+
+class TestIntegratedGpu:
+    def check(self, root: Path, environment: Mapping[str, str], *architectures: str) -> Finding:
+        return cards.integrated_gpu(machine(root, radeons(*architectures), environment=environment))
+
+    def test_joins_the_cards(self, tmp_path):
+        found = self.check(tmp_path, {}, "gfx1100", "gfx1100", "gfx1036")
+        assert found.status == PROBLEM and found.fix.endswith("export HIP_VISIBLE_DEVICES=0,1")
+
+    def test_comes_first(self, tmp_path):
+        found = self.check(tmp_path, {}, "gfx1036", "gfx1100")
+        assert found.status == PROBLEM and found.fix.endswith("export HIP_VISIBLE_DEVICES=1")
+
+    @pytest.mark.parametrize(
+        "environment, status",
+        [
+            ({"HIP_VISIBLE_DEVICES": "0,1"}, OK),
+            ({"ROCR_VISIBLE_DEVICES": "0,1"}, OK),
+            ({"CUDA_VISIBLE_DEVICES": "0"}, OK),
+            ({"HIP_VISIBLE_DEVICES": "1,2"}, PROBLEM),
+            ({"ROCR_VISIBLE_DEVICES": "2,0", "HIP_VISIBLE_DEVICES": "1"}, OK),
+            ({"ROCR_VISIBLE_DEVICES": "2,0", "HIP_VISIBLE_DEVICES": "0"}, PROBLEM),
+            ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "2"}, OK),
+            ({"HIP_VISIBLE_DEVICES": "-1"}, OK),
+            ({"ROCR_VISIBLE_DEVICES": "GPU-5a0d3c1d"}, SKIPPED),
+        ],
+    )
+    def test_variables(self, tmp_path, environment, status):
+        assert self.check(tmp_path, environment, "gfx1100", "gfx1100", "gfx1036").status == status
+
+    def test_alone_it_is_what_there_is(self, tmp_path):
+        assert self.check(tmp_path, {}, "gfx1151").status == OK
+
+
+class TestArchitecture:
+    def check(self, root: Path, architecture: str, **environment: str) -> Finding:
+        return cards.architecture(machine(root, radeons(architecture), environment=environment))
+
+    def test_names(self):
+        assert [gfx_name(version) for version in (110001, 90010, 90402, 100306)] == [
+            "gfx1101",
+            "gfx90a",
+            "gfx942",
+            "gfx1036",
+        ]
+
+    def test_is_in_the_wheel(self, tmp_path):
+        assert self.check(tmp_path, "gfx1101").status == OK
+
+    def test_is_not_and_a_relative_is(self, tmp_path):
+        found = self.check(tmp_path, "gfx1036")
+        assert found.status == PROBLEM and found.fix == "export HSA_OVERRIDE_GFX_VERSION=10.3.0"
+        (tmp_path / "b").mkdir()
+        assert self.check(tmp_path / "b", "gfx1036", HSA_OVERRIDE_GFX_VERSION="10.3.0").status == OK
+
+    def test_has_no_relative(self, tmp_path):
+        found = self.check(tmp_path, "gfx1151")
+        assert found.status == PROBLEM and "pip install" in found.fix
+
+    @pytest.mark.parametrize("value", ["11.0", "gfx1100", "9.9.9"])
+    def test_override_that_is_none(self, tmp_path, value):
+        assert self.check(tmp_path, "gfx1100", HSA_OVERRIDE_GFX_VERSION=value).status == PROBLEM
+
+    def test_by_amd_smi_where_the_driver_does_not_say(self, tmp_path):
+        tools = {"amd-smi static": (FIXTURES / "amd_smi_static.txt").read_text()}
+        files = {name: text for name, text in radeons(*TWO).items() if "kfd/topology" not in name}
+        found = cards.architecture(machine(tmp_path, files, tools=tools))
+        assert found.status == OK and found.seen.startswith("gfx1100;")
+        without = cards.architecture(machine(tmp_path, files, tools={"amd-smi static": "GPU: 0\n    ASIC:\n"}))
+        assert without.status == SKIPPED
+
+
+class TestVariablesOfAMD:
+    def test_aotriton(self, tmp_path):
+        files = radeons("gfx1100")
+        found = cards.aotriton(machine(tmp_path, files, environment={}))
+        assert found.status == WARNING and "export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" in found.fix
+        off = machine(tmp_path, files, environment={"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "0"})
+        assert cards.aotriton(off).status == WARNING
+        assert cards.aotriton(machine(tmp_path, files)).status == OK
+
+    def test_aotriton_on_instinct(self, tmp_path):
+        assert cards.aotriton(machine(tmp_path, radeons("gfx942", "gfx90a"), environment={})).status == SKIPPED
+
+    @pytest.mark.parametrize("value, status", [(None, WARNING), ("NORMAL", WARNING), ("FAST", OK), ("2", OK)])
+    def test_miopen(self, tmp_path, value, status):
+        environment = {} if value is None else {"MIOPEN_FIND_MODE": value}
+        assert cards.miopen_find_mode(machine(tmp_path, radeons(*TWO), environment=environment)).status == status
+
+
+class TestPermissions:
+    def test_not_allowed(self, tmp_path):
+        given = machine(tmp_path, radeons(*TWO), access=lambda file: file.name != "renderD129")
+        found = cards.permissions(given)
+        assert found.status == PROBLEM and found.seen.endswith("/dev/dri/renderD129") and "usermod" in found.fix
+        given = machine(tmp_path, radeons(*TWO), access=lambda file: file.name != "kfd")
+        assert "open /dev/kfd" in cards.permissions(given).seen
+
+    @pytest.mark.parametrize("gone", ["/dev/kfd", "/dev/dri/renderD128"])
+    def test_not_there(self, tmp_path, gone):
+        found = cards.permissions(machine(tmp_path, radeons("gfx1100") | {gone: None}))
+        assert found.status == PROBLEM and "--device /dev/kfd" in found.fix
+
+    def test_one_may_really_not_open_it(self, tmp_path):
+        """By the kernel's answer, where the tests do not run as root."""
+        files = machine(tmp_path, radeons(*TWO))
+        (tmp_path / "dev/kfd").chmod(0)
+        real = Machine(files.torch, tmp_path, {}, files.run)
+        import os
+
+        assert (cards.permissions(real).status == PROBLEM) == (os.geteuid() != 0)
+
+
+class TestPci:
+    def test_small_window(self, tmp_path):
+        small = "0x00000000e0000000 0x00000000efffffff 0x000000000014220c"
+        files = radeons("gfx1100") | {f"{BUS}/0000:03:00.0/resource": small}
+        found = cards.large_bar(machine(tmp_path, files))
+        assert found.status == WARNING and "0.25 of 24 GiB" in found.seen and "0000:03:00.0" in found.fix
+
+    @pytest.mark.parametrize("content", ["", "0x1", "x y z"])
+    def test_unreadable_window(self, tmp_path, content):
+        files = radeons("gfx1100") | {f"{BUS}/0000:03:00.0/resource": content}
+        assert cards.large_bar(machine(tmp_path, files)).status == SKIPPED
+
+    def test_fewer_lanes(self, tmp_path):
+        files = radeons(*TWO) | {f"{BUS}/0000:23:00.0/current_link_width": "4"}
+        found = cards.pcie_link(machine(tmp_path, files))
+        assert found.status == WARNING and "0000:23:00.0 has x4 of x16" in found.seen
+
+    def test_slower(self, tmp_path):
+        files = radeons(*TWO) | {f"{BUS}/0000:03:00.0/current_link_speed": "2.5 GT/s PCIe"}
+        found = cards.pcie_link(machine(tmp_path, files))
+        assert found.status == WARNING and "2.5 of 16 GT/s" in found.seen
+
+    def test_behind_a_narrow_bridge(self, tmp_path):
+        """A card's own end is wide; the slot, of the chipset, is not."""
+        bridge = tmp_path / "sys/devices/pci0000:00/0000:00:01.1"
+        given = machine(tmp_path, pci_card("0000:03:00.0"))
+        bridge.mkdir(parents=True)
+        for name, text in (("width", "4"), ("speed", "8.0 GT/s PCIe")):
+            (bridge / f"current_link_{name}").write_text(text)
+            (bridge / f"max_link_{name}").write_text(text)
+        card = tmp_path / BUS.lstrip("/") / "0000:03:00.0"
+        card.rename(bridge / "0000:03:00.0")
+        card.symlink_to(bridge / "0000:03:00.0")
+        assert "x4 at 8 GT/s" in cards.pcie_link(given).seen and cards.pcie_link(given).status == WARNING
+
+    def test_by_amd_smi(self, tmp_path):
+        tools = {
+            "amd-smi metric -P": (FIXTURES / "amd_smi_metric.txt").read_text(),
+            "amd-smi static -b": (FIXTURES / "amd_smi_static.txt").read_text(),
+        }
+        found = cards.pcie_link(machine(tmp_path, {}, tools=tools))
+        assert found.status == WARNING and "GPU 1 has x4 of x16" in found.seen and "GPU 0" not in found.seen
+        assert cards.pcie_link(machine(tmp_path, {})).status == SKIPPED
+
+
+class TestTopology:
+    @pytest.mark.parametrize(
+        "command, fixture, status, seen",
+        [
+            ("amd-smi topology --json", "amd_smi_topology_new.json", OK, "xGMI (XGMI): 6 pair(s)"),
+            ("amd-smi topology --json", "amd_smi_topology_wrapped.json", OK, "xGMI (XGMI): 6 pair(s)"),
+            ("amd-smi topology --json", "amd_smi_topology_old.json", WARNING, "0 to 1, 1 to 0"),
+            (
+                "rocm-smi --showtopo",
+                "rocm_smi_showtopo.txt",
+                WARNING,
+                "PCIe (PCIE): 4 pair(s), xGMI (XGMI): 2 pair(s)",
+            ),
+            ("nvidia-smi topo -m", "nvidia_smi_topo_pcie.txt", OK, "PCIe (PHB): 2 pair(s), PCIe (SYS): 4 pair(s)"),
+        ],
+    )
+    def test_formats(self, tmp_path, command, fixture, status, seen):
+        given = machine(tmp_path, radeons(*TWO), tools={command: (FIXTURES / fixture).read_text()})
+        found = cards.topology(given)
+        assert found.status == status and seen in found.seen, found
+
+    def test_the_next_tool_where_one_fails(self, tmp_path):
+        tools = {
+            "amd-smi topology --json": ValueError("amd-smi topology --json: exit code 1"),
+            "rocm-smi --showtopo": (FIXTURES / "rocm_smi_showtopo.txt").read_text(),
+        }
+        assert "xGMI" in cards.topology(machine(tmp_path, radeons(*TWO), tools=tools)).seen
+
+    @pytest.mark.parametrize("fixture", ["amd_smi_topology_new.json", "amd_smi_topology_old.json"])
+    def test_half(self, tmp_path, fixture):
+        text = (FIXTURES / fixture).read_text()
+        tools = {"amd-smi topology --json": text[: len(text) // 2]}
+        found = cards.topology(machine(tmp_path, radeons(*TWO), tools=tools))
+        assert found.status == WARNING and "amd-smi topology --json: not JSON" in found.seen
+
+    def test_real_tool(self):
+        assert run_tool(("no-such-tool-anywhere",)) is None
+        assert run_tool(("sh", "-c", "echo a; echo b >&2")) == "a\nb\n"
+        with pytest.raises(ValueError, match="exit code 3: worse"):
+            run_tool(("sh", "-c", "echo bad; echo worse >&2; exit 3"))
+
+
+class TestCollectiveLibrary:
+    @pytest.mark.parametrize("commit, status", [("96a25b5", PROBLEM), ("0d2c4fd", OK)])
+    def test_builds(self, tmp_path, commit, status):
+        folder = tmp_path / "torch"
+        folder.mkdir()
+        (folder / "librccl.so.1").write_bytes(b"\x7fELF" + bytes(5000) + f"2.27.7-HEAD:{commit}\0".encode())
+        torch = TorchBuild("2.9.1", hip="6.4", folder=str(folder))
+        assert cards.collective_library(machine(tmp_path, {}, torch)).status == status
+
+    def test_none_and_empty(self, tmp_path):
+        assert cards.collective_library(machine(tmp_path, {})).status == SKIPPED
+        given = machine(tmp_path, {"/opt/rocm/lib/librccl.so.1": ""})
+        assert cards.collective_library(given).status == OK
+
+
+class TestHost:
+    @pytest.mark.parametrize(
+        "line, status",
+        [
+            ("quiet iommu=pt", OK),
+            ("amd_iommu=on iommu=pt", OK),
+            ("amd_iommu=off", OK),
+            ("intel_iommu=on,sm_on", WARNING),
+            ("quiet", WARNING),
+            ("iommu=nopt", WARNING),
+        ],
+    )
+    def test_iommu(self, tmp_path, line, status):
+        files = radeons(*TWO) | {"/proc/cmdline": line}
+        assert host.iommu(machine(tmp_path, files)).status == status
+
+    def test_no_iommu(self, tmp_path):
+        files = radeons(*TWO) | {"/proc/cmdline": "quiet", "/sys/class/iommu/ivhd0/version": None}
+        assert host.iommu(machine(tmp_path, files)).status == OK
+
+    @pytest.mark.parametrize("value, status", [("0", OK), ("1", WARNING), ("2", WARNING), (None, SKIPPED)])
+    def test_numa_balancing(self, tmp_path, value, status):
+        files = {"/proc/sys/kernel/numa_balancing": value}
+        assert host.numa_balancing(machine(tmp_path, files)).status == status
+
+    @pytest.mark.parametrize("free, status", [(64 << 20, PROBLEM), (8 << 30, OK)])
+    def test_shared_memory(self, tmp_path, free, status):
+        found = host.shared_memory(machine(tmp_path, radeons(*TWO), free=lambda file: free))
+        assert found.status == status and (status == OK or "--shm-size" in found.fix)
+
+    def test_no_shared_memory(self, tmp_path):
+        assert host.shared_memory(machine(tmp_path, {})).status == PROBLEM
+
+    @pytest.mark.parametrize(
+        "limit, status", [("65536", PROBLEM), ("unlimited", OK), (str(64 << 30), OK), ("?", SKIPPED)]
+    )
+    def test_locked_memory(self, tmp_path, limit, status):
+        files = {
+            "/proc/self/limits": f"Max open files  1024  1024  files\nMax locked memory  {limit}  unlimited  bytes\n"
+        }
+        assert host.locked_memory(machine(tmp_path, files)).status == status
+
+
+class TestRdma:
+    def check(self, root: Path, files: Mapping[str, str | None], **environment: str) -> dict[str, Finding]:
+        tools = TOPOLOGY | {"ibv_devices": (FIXTURES / "ibv_devices.txt").read_text()}
+        return all_of(machine(root, radeons(*TWO) | files, ROCM, GOOD_SETTINGS | environment, tools))
+
+    FILES = rdma_device("mlx5_0", gids=["fe80::1", "fe80::2", "0000:0000:0000:0000:0000:0000:0000:0000"])
+
+    def test_up(self, tmp_path):
+        found = self.check(tmp_path, self.FILES | {"/dev/infiniband/uverbs0": ""})
+        assert found["rdma devices"].status == OK and found["rdma devices"].seen == "mlx5_0:1 RoCE ACTIVE"
+        assert found["rdma library"].status == OK and found["locked memory"].status == OK
+
+    def test_not_given_to_the_container(self, tmp_path):
+        found = self.check(tmp_path, self.FILES)["rdma devices"]
+        assert found.status == PROBLEM and "--device /dev/infiniband" in found.fix
+
+    def test_down(self, tmp_path):
+        files = rdma_device("mlx5_0", "1: DOWN") | {"/dev/infiniband/uverbs0": ""}
+        assert self.check(tmp_path, files)["rdma devices"].status == PROBLEM
+
+    def test_library(self, tmp_path):
+        files = rdma_device("bnxt_re0") | {"/dev/infiniband/uverbs0": ""}
+        assert "does not know bnxt_re0" in self.check(tmp_path, files)["rdma library"].seen
+        tools = {"ibv_devices": (FIXTURES / "ibv_devices_abi.txt").read_text()}
+        found = host.rdma_library(machine(tmp_path, files, tools=tools))
+        assert found.status == PROBLEM and "kernel ABI 6" in found.seen
+
+    @pytest.mark.parametrize("index, status", [("1", OK), ("2", PROBLEM), ("9", PROBLEM), ("", SKIPPED)])
+    def test_gid(self, tmp_path, index, status):
+        assert self.check(tmp_path, self.FILES, NCCL_IB_GID_INDEX=index)["rdma gid"].status == status
+
+    @pytest.mark.parametrize(
+        "value, status", [("mlx5_0", OK), ("mlx5", OK), ("=mlx5_0:1", OK), ("=mlx5", PROBLEM), ("bnxt_re0", PROBLEM)]
+    )
+    def test_names(self, tmp_path, value, status):
+        assert self.check(tmp_path, self.FILES, NCCL_IB_HCA=value)["rdma names"].status == status
+
+    def test_names_without_devices(self, tmp_path):
+        assert self.check(tmp_path, {}, NCCL_IB_HCA="mlx5_0")["rdma names"].status == PROBLEM
+
+
+class TestSettings:
+    NAMES = ("docker0", "eno1", "eno2", "ib0", "lo")
+
+    @pytest.mark.parametrize(
+        "value, names",
+        [
+            ("eno1", ["eno1"]),
+            ("eno", ["eno1", "eno2"]),
+            ("=eno", []),
+            ("=eno1,ib0", ["eno1", "ib0"]),
+            ("^docker,lo", ["eno1", "eno2", "ib0"]),
+            ("^=eno1", ["docker0", "eno2", "ib0", "lo"]),
+            ("^=eno", ["docker0", "eno1", "eno2", "ib0", "lo"]),
+            ("wlan", []),
+        ],
+    )
+    def test_syntax_of_lists(self, value, names):
+        assert settings_checks.chosen(value, self.NAMES) == names
+
+    def check(self, root: Path, **environment: str) -> dict[str, Finding]:
+        return all_of(machine(root, radeons(*TWO), ROCM, GOOD_SETTINGS | environment, TOPOLOGY))
+
+    def test_socket_interfaces(self, tmp_path):
+        found = self.check(tmp_path, NCCL_SOCKET_IFNAME="ib0", GLOO_SOCKET_IFNAME="eno1,ib0")
+        assert found["socket interfaces"].status == PROBLEM
+        assert found["socket interfaces"].fix == "export NCCL_SOCKET_IFNAME=eno1"
+        assert found["gloo interfaces"].status == PROBLEM and "'ib0' is none of" in found["gloo interfaces"].seen
+        found = self.check(tmp_path, NCCL_SOCKET_IFNAME="en", GLOO_SOCKET_IFNAME="eno1")
+        assert found["socket interfaces"].status == found["gloo interfaces"].status == OK
+        # Gloo has no prefixes.
+        assert self.check(tmp_path, GLOO_SOCKET_IFNAME="en")["gloo interfaces"].status == PROBLEM
+
+    @pytest.mark.parametrize(
+        "name, wrong, right",
+        [
+            ("NCCL_P2P_DISABLE", "yes", "1"),
+            ("NCCL_IB_GID_INDEX", "x", "-1"),
+            ("NCCL_BUFFSIZE", "4M", "0x400000"),
+            ("NCCL_DEBUG", "LOUD", "info"),
+            ("NCCL_P2P_LEVEL", "NEAR", "PHB"),
+            ("MIOPEN_FIND_MODE", "QUICK", "FAST"),
+            ("NCCL_TOPO_FILE", "/etc/none.xml", "/proc/cmdline"),
+        ],
+    )
+    def test_values(self, tmp_path, name, wrong, right):
+        found = self.check(tmp_path, **{name: wrong})["values"]
+        assert found.status == PROBLEM and found.fix == f"unset {name}" and wrong in found.seen
+        assert self.check(tmp_path, **{name: right})["values"].status == OK
+
+    def test_transports(self, tmp_path):
+        assert self.check(tmp_path, NCCL_P2P_DISABLE="1")["transports"].status == WARNING
+        assert self.check(tmp_path, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")["transports"].status == PROBLEM
+        assert self.check(tmp_path, NCCL_P2P_DISABLE="0")["transports"].status == SKIPPED
+        given = machine(tmp_path, rdma_device("mlx5_0"), environment={"NCCL_IB_DISABLE": "1"})
+        assert settings_checks.transports(given).status == PROBLEM
+
+
+def test_kfd_nodes_are_in_their_numbers_order(tmp_path):
+    """Which is HIP's: node 10 comes after node 2."""
+    given = machine(tmp_path, kfd_node(10, "gfx1036") | kfd_node(2, "gfx1100") | kfd_node(0, None))
+    assert given.kfd_architectures == ("gfx1100", "gfx1036")
