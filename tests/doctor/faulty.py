@@ -32,7 +32,7 @@ def die(rank, who: int, by: int) -> str:
     rank.stage("meeting")
     dist = _join(rank)
     rank.stage("the collective")
-    rank.found({"so far": rank.rank})
+    rank.found({"wrong": {"a collective": 0}, "gigabytes": {}})
     if rank.rank == who:
         os.kill(os.getpid(), by)
     dist.barrier()
@@ -87,6 +87,7 @@ def lossy_exchange(rank, work: str, which: str) -> dict:
     spec = importlib.util.spec_from_file_location("work", work)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.REPEATS = module.IN_A_ROW = 1
     owner = module if which == "_all_gather" else dist
     original = getattr(owner, which)
 
@@ -111,3 +112,9 @@ def hang_instead(rank, device: str, local_ranks: list[int]) -> None:
 
 def refuse_to_begin(rank, device: str, skip: list[str]) -> None:
     raise ImportError("no luck")
+
+
+def hang_copies(rank, device: str, count: int) -> None:
+    """In the place of `work.copy_between`."""
+    rank.stage("copying for ever")
+    time.sleep(600)
