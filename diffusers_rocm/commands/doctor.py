@@ -112,7 +112,7 @@ def diagnose(request: DoctorRequest, args: argparse.Namespace) -> Iterator[Findi
         return
     yield from _torch_answers(request)
     yield from static_checks(machine)
-    if not args.static and not request.failure:
+    if not args.static and (not request.failure or request.device == "cpu"):
         yield from run_probes(request.build, request.device, request.gpus, args.timeout, machine.environment)
 
 

@@ -60,6 +60,7 @@ def across_nodes(
     mine = {
         "node": node,
         "local_rank": local_rank,
+        "device": device,
         "static": as_json(static),
         "versions": dict(versions),
         "settings": dict(settings),
@@ -72,6 +73,7 @@ def across_nodes(
     yield replace(alike("settings", [each["settings"] for each in everyone]), name="settings")
     if not probe:
         return
+    device = everyone[0]["device"]  # one that is judged alike by all, should a rank have been given another
     outcome = _exchange(world, device, [each["local_rank"] for each in everyone], seconds, clean)
     yield replace(collectives(outcome, world.size), name="collectives")
     yield replace(bandwidth(outcome, device), name="bandwidth")

@@ -15,14 +15,17 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diffusers_rocm import commands
 from diffusers_rocm.commands import doctor, env
-from diffusers_rocm.doctor import work
+from diffusers_rocm.doctor import kernel_work, work
 from diffusers_rocm.doctor.machine import Machine
+from diffusers_rocm.models.attention_dispatch import KERNELS
 
 from ..doctor import faulty
-from ..doctor.machines import CUDA, machine, radeons
+from ..doctor.machines import CPU, CUDA, machine, radeons
 
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +59,28 @@ class TestMisuse:
             run(*options)
         assert caught.value.code == 2
 
+    @settings(max_examples=80, deadline=None)
+    @given(
+        words=st.lists(
+            st.sampled_from(["--static", "--gpus", "--device", "--timeout", "--json", "cpu", "cuda", "2", "-1", "1e9"])
+            | st.text(max_size=6),
+            max_size=5,
+        )
+    )
+    def test_any_words(self, words):
+        """A request, or one line and exit code 2: never a traceback."""
+        with (
+            mock.patch.object(doctor, "ask_torch", lambda seconds: (CPU, "")),
+            mock.patch.object(doctor, "diagnose", lambda request, args: iter(())),
+        ):
+            try:
+                code, output, errors = run(*words)
+            except SystemExit as end:
+                code = end.code
+                assert code == 2 or "-h" in " ".join(words)
+            else:
+                assert code == 0 or (code == 2 and re.fullmatch(r"diffusers-rocm: [^\n]*\n", errors) and not output)
+
     def test_more_gpus_than_there_are(self):
         code, output, errors = run("--device", "cuda", "--gpus", "99")
         assert code == 2 and re.fullmatch(r"diffusers-rocm: --gpus 99: \d+ are visible; .*\n", errors) and not output
@@ -66,16 +91,43 @@ class TestMisuse:
         assert code == 2 and "torchrun has started the ranks" in errors
 
 
-class TestDoctor:
-    def test_everything_on_the_cpu(self):
-        code, output, _ = run("--device", "cpu", "--json")
-        content = json.loads(output)
-        found = {each["name"]: each for each in content["findings"]}
-        for name in ("copies", "collectives", "bandwidth", "attention math"):
-            assert found[name]["status"] == "OK", found[name]
-        assert code == content["exit_code"] == int(any(each["status"] == "problem" for each in content["findings"]))
+@pytest.fixture(scope="module")
+def on_cpu():
+    """Everything that it does, on two ranks of CPU."""
+    return run("--device", "cpu", "--json")
+
+
+class TestOnCpu:
+    @pytest.fixture
+    def found(self, on_cpu):
+        return {each["name"]: each for each in json.loads(on_cpu[1])["findings"]}
+
+    def test_exit_code(self, on_cpu):
+        content = json.loads(on_cpu[1])
+        problems = [each for each in content["findings"] if each["status"] == "problem"]
+        assert on_cpu[0] == content["exit_code"] == int(problems != [])
         assert content["versions"]["torch"] == torch.__version__
 
+    def test_every_probe_runs(self, found):
+        for name in ("copies", "collectives", "bandwidth", "attention flash_cpu", "attention math"):
+            assert found[name]["status"] == "OK", found[name]
+        for name in ("peer to peer", "channels", "sdpa"):
+            assert found[name]["status"] == "skipped", found[name]
+
+    def test_every_kernel_is_named(self, found):
+        assert {name.removeprefix("attention ") for name in found if name.startswith("attention ")} == set(KERNELS)
+        assert found["attention aiter"]["seen"] == "runs on rocm, not on cpu"
+        assert "lse [2, 3, 130]" in found["attention flash_cpu"]["seen"]  # heads first, as this kernel has it
+        assert "float32 masked" in found["attention flash_cpu"]["seen"]
+
+    def test_sizes(self, found):
+        assert (
+            "28.3 MB: all-reduce" in found["bandwidth"]["seen"] and "1.0 MB: all-reduce" in found["bandwidth"]["seen"]
+        )
+        assert found["collectives"]["seen"].endswith("of 1.0 MB and 28.3 MB: verified on 2 ranks")
+
+
+class TestDoctor:
     @pytest.mark.skipif(ON_A_GPU, reason="of a machine without a GPU")
     def test_text(self):
         with mock.patch.dict(os.environ, {"NCCL_DEBUG": "WARN"}):
@@ -106,13 +158,14 @@ class TestDoctor:
         monkeypatch.setattr(work, "copy_between", faulty.hang_copies)
         request = doctor.DoctorRequest(CUDA, "", "cpu", 2)
         monkeypatch.setattr(doctor, "check", lambda args: request)
-        monkeypatch.setattr(work, "exchange", faulty.die_instead)
+        monkeypatch.setattr(work, "exchange", faulty.die_alone)
+        monkeypatch.setattr(kernel_work, "try_kernels", faulty.crashing_kernel)
         begin = time.monotonic()
-        code, output, _ = run("--timeout", "15")
-        assert code == 1 and time.monotonic() - begin < 100
-        assert "copies                 rank 0 hung at copying for ever: killed after 15 s" in output
+        code, output, _ = run("--timeout", "6")
+        assert code == 1 and 6 < time.monotonic() - begin < 40
+        assert "copies                 rank 0 hung at copying for ever: killed after 6 s" in output
         assert "collectives            rank 1 was killed by SIGKILL at the collective" in output
-        assert "attention math" in output  # killed or not, it is tried
+        assert "attention flash_cpu    rank 0 was killed by SIGSEGV" in output
 
     @mock.patch.object(env.getpass, "getuser", lambda: "somebody")
     @mock.patch.object(env.socket, "gethostname", lambda: "thatbox")

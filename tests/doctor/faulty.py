@@ -118,3 +118,11 @@ def hang_copies(rank, device: str, count: int) -> None:
     """In the place of `work.copy_between`."""
     rank.stage("copying for ever")
     time.sleep(600)
+
+
+def die_alone(rank, device: str, local_ranks: list[int]) -> None:
+    """In the place of `work.exchange`: one rank dies, the other never hears of it."""
+    rank.stage("the collective")
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)

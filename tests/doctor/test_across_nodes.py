@@ -30,7 +30,7 @@ def worker(instead: str, versions: dict[str, str], settings: dict[str, str], dev
             0,
             False,
             device,
-            10 if instead else 120,
+            10 if instead == "hang_instead" else 120,
             instead != "" or device == "cpu",
             lambda text: text.replace("node1.secret.net", "HOST"),
         )

@@ -1,13 +1,16 @@
 """Ranks that hang, die and fail end in time, and it is said how."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from diffusers_rocm.doctor.children import run_ranks
+from diffusers_rocm.doctor.children import CHILD, run_ranks
 
 from . import faulty
 
@@ -50,6 +53,20 @@ class TestChildren:
     def test_raises(self):
         outcome = run_ranks(faulty.raise_error, 2, {"who": 1}, 100)
         assert outcome.failure == "rank 1 failed before it began: RuntimeError: rank 1 has no luck"
+
+    def test_nobody_is_left_to_kill_it(self, tmp_path):
+        """A rank ends by itself, ten seconds after its time."""
+        order = {
+            "path": "",
+            "file": faulty.__file__,
+            "function": "hang_instead",
+            "world": 1,
+            "meet": "",
+            "seconds": -9,
+        }
+        (tmp_path / "order").write_text(json.dumps(order | {"arguments": {"device": "", "local_ranks": []}}))
+        ended = subprocess.run([sys.executable, CHILD, tmp_path / "order", "0"], timeout=30)
+        assert ended.returncode == -signal.SIGALRM and (tmp_path / "stage.0").read_text() == "nothing at all"
 
     def test_environment(self, monkeypatch):
         """A launcher's ranks are not these."""
