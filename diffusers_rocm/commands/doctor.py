@@ -13,7 +13,7 @@ import torch
 
 from ..distributed import init
 from ..distributed.launching import end_rank, under_torchrun
-from ..doctor.across_nodes import across_nodes
+from ..doctor.across_nodes import Place, across_nodes
 from ..doctor.finding import SKIPPED, Finding, as_json, exit_code, line, problem, summary
 from ..doctor.machine import Machine, TorchBuild
 from ..doctor.probes import ask_torch, run_probes
@@ -96,19 +96,16 @@ def diagnose(request: DoctorRequest, args: argparse.Namespace) -> Iterator[Findi
     machine = Machine(request.build)
     if under_torchrun():
         init("cpu", timeout=timedelta(seconds=2 * args.timeout + 60))
-        static = [*_torch_answers(request), *static_checks(machine)]
-        yield from across_nodes(
-            static,
-            env.packages() | {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)},
-            env.settings(),
-            int(os.environ.get("GROUP_RANK", 0)),
-            int(os.environ.get("LOCAL_RANK", 0)),
-            bool(machine.rdma_devices),
-            request.device,
-            args.timeout,
-            not args.static,
-            without_names,
+        mine = Place(
+            node=int(os.environ.get("GROUP_RANK", 0)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            device=request.device,
+            rdma=bool(machine.rdma_devices),
+            static=as_json([*_torch_answers(request), *static_checks(machine)]),
+            versions=env.packages() | {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)},
+            settings=env.settings(),
         )
+        yield from across_nodes(mine, args.timeout, not args.static, without_names)
         return
     yield from _torch_answers(request)
     yield from static_checks(machine)

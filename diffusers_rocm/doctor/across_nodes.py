@@ -10,7 +10,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..distributed.collectives import all_gather_int64, all_gather_text
 from . import work
 from .children import Outcome, run_ranks
 from .debug_log import DEBUG, judge_transports, parse, telling_lines
-from .finding import OK, SKIPPED, Finding, as_json, ok, problem, skipped, warning
+from .finding import OK, SKIPPED, Finding, ok, problem, skipped, warning
 from .probes import bandwidth, collectives
 
 
@@ -33,66 +33,64 @@ OF_A_NODE = (
 )  # fmt: skip
 
 
-def across_nodes(
-    static: list[Finding],
-    versions: Mapping[str, str],
-    settings: Mapping[str, str],
-    node: int,
-    local_rank: int,
-    rdma: bool,
-    device: str,
-    seconds: float,
-    probe: bool,
-    clean: Callable[[str], str],
-) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Place:
+    """What a rank tells the others of itself and its node, as JSON.
+
+    Attributes:
+        node: its number; local_rank: the rank's own there.
+        device: of the collectives.
+        rdma: whether there are RDMA devices.
+        static: findings, as `as_json` has them.
+        versions: of packages.
+        settings: environment variables.
+    """
+
+    node: int
+    local_rank: int
+    device: str
+    rdma: bool
+    static: list[dict[str, Any]]
+    versions: dict[str, str]
+    settings: dict[str, str]
+
+
+def across_nodes(mine: Place, seconds: float, probe: bool, clean: Callable[[str], str]) -> Iterator[Finding]:
     """Findings of all nodes, the same on every rank; every rank calls it, in a Gloo group.
 
     Args:
-        static: of this rank's node.
-        versions: of packages; settings: environment variables.
-        node: this rank's; local_rank: its place there.
-        rdma: whether the node has RDMA devices.
-        device: of the collective.
-        probe: whether one is tried.
+        seconds: that collectives have.
+        probe: whether they are tried.
         clean: takes names of users and machines out of what leaves this one.
     """
     world = Axis.of_all()
-    mine = {
-        "node": node,
-        "local_rank": local_rank,
-        "device": device,
-        "static": as_json(static),
-        "versions": dict(versions),
-        "settings": dict(settings),
-        "rdma": rdma,
-    }
-    everyone = [json.loads(text) for text in all_gather_text(clean(json.dumps(mine)), world)]
+    everyone = [Place(**json.loads(text)) for text in all_gather_text(clean(json.dumps(asdict(mine))), world)]
     yield from of_nodes(everyone)
     yield replace(clock(_clocks(world)), name="clocks")
-    yield replace(alike("versions", [each["versions"] for each in everyone]), name="versions")
-    yield replace(alike("settings", [each["settings"] for each in everyone]), name="settings")
+    yield replace(alike("versions", [each.versions for each in everyone]), name="versions")
+    yield replace(alike("settings", [each.settings for each in everyone]), name="settings")
     if not probe:
         return
-    device = everyone[0]["device"]  # one that is judged alike by all, should a rank have been given another
-    outcome = _exchange(world, device, [each["local_rank"] for each in everyone], seconds, clean)
+    device = everyone[0].device  # one that is judged alike by all, should a rank have been given another
+    outcome = _exchange(world, device, [each.local_rank for each in everyone], seconds, clean)
     yield replace(collectives(outcome, world.size), name="collectives")
     yield replace(bandwidth(outcome, device), name="bandwidth")
-    nodes = {rank: each["node"] for rank, each in enumerate(everyone)}
-    yield replace(channels(outcome, device, nodes, any(each["rdma"] for each in everyone)), name="channels")
+    nodes = {rank: each.node for rank, each in enumerate(everyone)}
+    yield replace(channels(outcome, device, nodes, any(each.rdma for each in everyone)), name="channels")
 
 
-def of_nodes(everyone: list[Mapping[str, Any]]) -> Iterator[Finding]:
+def of_nodes(everyone: list[Place]) -> Iterator[Finding]:
     """The first node's static findings, and of the other nodes what is not fine there."""
     seen: set[int] = set()
     for each in everyone:
-        if each["node"] in seen:
+        if each.node in seen:
             continue
-        for finding in (Finding(**row) for row in each["static"]):
+        for finding in (Finding(**row) for row in each.static):
             if not seen or finding.status not in (OK, SKIPPED):
                 yield replace(
-                    finding, seen=f"node {each['node']}: {finding.seen}" if finding.status != SKIPPED else finding.seen
+                    finding, seen=f"node {each.node}: {finding.seen}" if finding.status != SKIPPED else finding.seen
                 )
-        seen.add(each["node"])
+        seen.add(each.node)
 
 
 def _clocks(world: Axis) -> list[list[int]]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from . import kernel_work, work
 from .cards import INSTALL_ROCM
 from .children import Outcome, run_ranks
@@ -29,8 +31,6 @@ def ask_torch(seconds: float) -> tuple[TorchBuild, str]:
     """What torch says of itself, and how it failed to, or "": a driver may hang already here."""
     outcome = run_ranks(work.ask_torch, 1, {}, seconds)
     if outcome.failure:
-        import torch
-
         return TorchBuild(torch.__version__, torch.version.hip, torch.version.cuda), outcome.failure
     found = outcome.results[0]
     return TorchBuild(**found | {name: tuple(found[name]) for name in ("architectures", "devices")}), ""

@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 
 from diffusers_rocm.doctor import across_nodes, work
-from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, WARNING, Finding, ok, problem, skipped
+from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, WARNING, Finding, as_json, ok, problem, skipped
 
 from ..testing_utils import run_ranks
 from . import faulty
 
 
-def worker(instead: str, versions: dict[str, str], settings: dict[str, str], device: str) -> list[dict[str, str]]:
+def worker(instead: str, versions: dict[str, str], settings: dict[str, str]) -> list[dict[str, str]]:
     """Findings of a rank; the ranks stand for nodes of one rank each."""
     rank = int(os.environ["RANK"])
     static = [replace(ok("fine"), name="a"), replace(skipped("no card"), name="b")]
@@ -22,18 +22,17 @@ def worker(instead: str, versions: dict[str, str], settings: dict[str, str], dev
     environment = {"MASTER_ADDR": "localhost"}
     stand_in = mock.patch.object(work, "exchange", getattr(faulty, instead)) if instead else mock.MagicMock()
     with mock.patch.dict(os.environ, environment), stand_in:
-        found = across_nodes.across_nodes(
-            static,
-            versions | ({"torch": "2.9.1"} if rank == 1 and "torch" in versions else {}),
-            {name: value if rank == 0 else f"{value}0" for name, value in settings.items()},
-            rank,
-            0,
-            False,
-            device,
-            10 if instead == "hang_instead" else 120,
-            instead != "" or device == "cpu",
-            lambda text: text.replace("node1.secret.net", "HOST"),
+        mine = across_nodes.Place(
+            node=rank,
+            local_rank=0,
+            device="cpu",
+            rdma=False,
+            static=as_json(static),
+            versions=versions | ({"torch": "2.9.1"} if rank == 1 and "torch" in versions else {}),
+            settings={name: value if rank == 0 else f"{value}0" for name, value in settings.items()},
         )
+        seconds = 10 if instead == "hang_instead" else 120
+        found = across_nodes.across_nodes(mine, seconds, True, lambda text: text.replace("node1.secret.net", "HOST"))
         return [asdict(each) for each in found]
 
 
@@ -47,7 +46,7 @@ def findings(*arguments) -> dict[str, Finding]:
 
 class TestAcrossNodes:
     def test_alike_and_working(self):
-        found = findings("", {"diffusers": "0.42.1"}, {}, "cpu")
+        found = findings("", {"diffusers": "0.42.1"}, {})
         for name in ("clocks", "versions", "settings", "collectives", "bandwidth"):
             assert found[name].status == OK, found[name]
         assert found["channels"].status == SKIPPED
@@ -58,7 +57,7 @@ class TestAcrossNodes:
         assert found["b"].seen == "no card"
 
     def test_different(self):
-        found = findings("hang_instead", {"torch": "2.11.0"}, {"NCCL_ALGO": "1", "NCCL_SOCKET_IFNAME": "a"}, "cpu")
+        found = findings("hang_instead", {"torch": "2.11.0"}, {"NCCL_ALGO": "1", "NCCL_SOCKET_IFNAME": "a"})
         assert (
             found["versions"].status == PROBLEM
             and found["versions"].seen == "torch: 2.11.0 on rank 0, 2.9.1 on rank 1"
@@ -73,7 +72,7 @@ class TestAcrossNodes:
 
     def test_rank_that_dies(self):
         """Is the first to be named."""
-        found = findings("die_instead", {}, {}, "cpu")
+        found = findings("die_instead", {}, {})
         assert found["collectives"].seen.startswith("rank 1 was killed by SIGKILL at the collective")
 
 

@@ -45,6 +45,12 @@ class TestChildren:
         assert outcome.failure == f"rank {who} was killed by {signal.Signals(by).name} at the collective"
         assert outcome.results[1 - who]["wrong"] == {"a collective": 0} and time.monotonic() - begin < 60
 
+    def test_dies_and_nobody_hears_of_it(self):
+        """The one that waits has some seconds, not all of its time; and it is not the one that hung."""
+        begin = time.monotonic()
+        outcome = run_ranks(faulty.die_alone, 2, {"device": "cpu", "local_ranks": [0, 0]}, 60)
+        assert outcome.failure == "rank 1 was killed by SIGKILL at the collective" and time.monotonic() - begin < 30
+
     def test_aborts(self):
         """As a library does on an error of its own, without a word."""
         outcome = run_ranks(faulty.abort, 1, {}, 100)

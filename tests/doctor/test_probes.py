@@ -26,6 +26,12 @@ class TestOneRank:
 
 
 class TestCopies:
+    def test_pattern(self):
+        """One content is not another one that has moved, and no byte is always the same."""
+        one, other = (work.pattern(1000, seed, CPU_DEVICE) for seed in (1, 2))
+        assert (one != other).all() and (one[1:] != other[:-1]).all() and (one[1:] != one[:-1]).all()
+        assert (one.view(torch.uint8).view(-1, 4).float().std(0) > 0).all()
+
     def test_right(self):
         assert work.wrong_elements(CPU_DEVICE, CPU_DEVICE, 1001, 3) == 0
 

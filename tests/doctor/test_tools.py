@@ -91,6 +91,12 @@ class TestTopology:
         with pytest.raises(ValueError, match=message):
             amd_smi_topology(text)
 
+    def test_says_where_it_is_cut(self):
+        with pytest.raises(ValueError, match="the row of GPU1 has 1 of 2 columns: cut off"):
+            nvidia_smi_topology("\tGPU0\tGPU1\nGPU0\t X \tSYS\nGPU1\tSYS")
+        with pytest.raises(ValueError, match="1 of 2 rows: cut off"):
+            nvidia_smi_topology("\tGPU0\tGPU1\nGPU0\t X \tSYS\n")
+
     @pytest.mark.parametrize("name", TOPOLOGIES)
     def test_cut_anywhere(self, name):
         """A piece says that it is one, or holds all that the whole holds: never fewer links, or other ones."""
