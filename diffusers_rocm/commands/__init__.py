@@ -7,7 +7,9 @@ import time
 from collections.abc import Sequence
 
 from .. import __version__
+from ..distributed.launching import under_torchrun
 from . import bench, doctor, env, generate, plan
+from .ranks import set_up_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,8 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (generate, plan, bench, doctor, env):
         command.add_parser(subparsers).set_defaults(check=command.check, run=command.run)
     args = parser.parse_args(argv)
-    # Ranks inherit it, so that "in all" is from here.
-    os.environ.setdefault("DIFFUSERS_ROCM_STARTED", str(time.time()))
+    if "log_level" in args:
+        set_up_logging(args)
+    # Ranks, and those that are started anew, inherit it: "in all" is from here, and what was made since is theirs.
+    if not under_torchrun():
+        os.environ["DIFFUSERS_ROCM_STARTED"] = str(time.time())
     try:
         request = args.check(args)
     except (ValueError, OSError) as error:

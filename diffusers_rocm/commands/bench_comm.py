@@ -10,6 +10,7 @@ from ..benchmarks.comm import comm_table, measure_comm
 from ..benchmarks.report import header
 from ..benchmarks.step import StepRequest, check_meshes
 from . import bench_step, env
+from .ranks import check_nodes
 
 
 def add_parser(subparsers) -> None:
@@ -22,6 +23,7 @@ def check(args: argparse.Namespace) -> StepRequest:
     """Raises ValueError."""
     if check_meshes((args.mesh,)) == 1:
         raise ValueError(f"--mesh {args.mesh}: one rank sends nothing")
+    check_nodes(args)
     return bench_step.check_request(args, [args.mesh])
 
 

@@ -13,6 +13,7 @@ from ..benchmarks.whole_run import Run, measure_runs, runs_json, runs_table
 from ..distributed.mesh import AXES
 from ..pipelines.generation import GenerationRequest
 from . import bench_step, env, generate
+from .ranks import check_nodes
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def add_parser(subparsers) -> None:
 
 def check(args: argparse.Namespace) -> RunsRequest:
     """Raises ValueError."""
+    check_nodes(args)
     if any(getattr(args, name) != 1 for name in AXES):
         raise ValueError("bench generate takes its meshes from --mesh: --mesh tp=2, say")
     if args.repeats < 1:

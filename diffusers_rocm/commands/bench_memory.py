@@ -16,6 +16,7 @@ from ..pipelines.memory import measure_memory, report
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
 from . import generate
 from .bench_step import check_json
+from .ranks import check_nodes, check_writable, launch_options
 
 
 def add_parser(subparsers) -> None:
@@ -32,13 +33,14 @@ def add_parser(subparsers) -> None:
 
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Raises ValueError."""
+    check_nodes(args)
     check_json(args.json)
     if args.prompts_file is not None or len(args.prompt) > 1:
         raise ValueError("bench memory makes one picture: give one --prompt, or none")
     args.prompt = args.prompt or ["a red bicycle"]
     writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
     if writes:
-        generate.check_writable(Path(args.model))
+        check_writable(Path(args.model))
         write_flux_configs(Path(args.model))
     request = generate.check_request(args)  # it writes no picture
     if writes:
@@ -60,7 +62,7 @@ def measure(request: GenerationRequest, file: Path | None) -> None:
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     world = math.prod(getattr(request, name) for name in AXES)
     if world > 1 and not under_torchrun():
-        return launch(world, ["diffusers_rocm", *argv], port=args.port)
+        return launch(world, ["diffusers_rocm", *argv], **launch_options(args))
     measure(request, args.json)
     if under_torchrun():
         end_rank()

@@ -17,9 +17,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..benchmarks.known_models import KNOWN_MODELS
 from ..benchmarks.report import as_json, draw, header, table
 from ..benchmarks.step import MODES, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
-from ..distributed.launching import check_port, end_rank, launch, under_torchrun
+from ..distributed.launching import end_rank, launch, under_torchrun
 from . import env
-from .generate import check_writable, on_gpus
+from .generate import on_gpus
+from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, launch_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
     parser.add_argument("--repeats", type=int, default=8, help="times in a row that are measured")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
-    parser.add_argument("--port", type=int, default=0, help="of the ranks' rendezvous; default: one that is free")
+    add_rank_arguments(parser)
 
 
 def add_parser(subparsers) -> None:
@@ -59,6 +60,7 @@ def add_parser(subparsers) -> None:
 
 def check(args: argparse.Namespace) -> StepRequest:
     """Raises ValueError."""
+    check_nodes(args)
     request = check_request(args, args.mesh or _all_gpus(args))
     for name in ("warmup", "rounds"):
         if getattr(args, name) < 1:
@@ -97,13 +99,11 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     if not hasattr(diffusers, known.cls):
         raise ValueError(f"diffusers {diffusers.__version__} has no {known.cls}")
     size = known.sized(args.resolution, args.frames, args.text)
-    world, count = check_meshes(tuple(meshes)), torch.cuda.device_count()
+    world = check_meshes(tuple(meshes))
     if under_torchrun() and world != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--mesh {meshes[0]} is of {world} rank(s), and torchrun started another number")
-    if on_gpus(args) and world > count:
-        raise ValueError(f"{world} ranks need as many GPUs and {count} are visible; --device cpu needs none")
     if not under_torchrun():
-        check_port(args.port)
+        check_world(world, args.nodes, on_gpus(args))
     check_json(args.json)
     return StepRequest(
         model=args.model,
@@ -126,7 +126,7 @@ def check_json(file: Path | None) -> None:
 
 
 def _all_gpus(args: argparse.Namespace) -> list[str]:
-    count = torch.cuda.device_count() if on_gpus(args) else 0
+    count = torch.cuda.device_count() * args.nodes.count if on_gpus(args) else 0
     if count == 0:
         raise ValueError("there are no GPUs to take all of: give --mesh tp=2, say")
     return [f"{axis}={count}" for axis in ("tp", "ulysses", "ring")]
@@ -179,7 +179,7 @@ def on_ranks(meshes: tuple[str, ...], args: argparse.Namespace, argv: list[str],
     """Do the work on as many ranks as the meshes have, starting them if they are not there. Returns the exit code."""
     world = check_meshes(meshes)
     if world > 1 and not under_torchrun():
-        return launch(world, ["diffusers_rocm", *argv], port=args.port)
+        return launch(world, ["diffusers_rocm", *argv], **launch_options(args))
     code = work()
     if under_torchrun() and code == 0:
         end_rank()

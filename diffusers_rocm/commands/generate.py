@@ -14,14 +14,16 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..distributed import default_device_type
+from ..distributed import default_device_type, environment
 from ..distributed.compression import COMMUNICATION, EXACT
-from ..distributed.launching import check_port, end_rank, launch, under_torchrun
+from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
 from ..pipelines.choices import CHOICES
 from ..pipelines.generation import GenerationRequest, call_arguments, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS, check_quantization
+from .choose_mesh import choose_mesh
+from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, launch_options
 
 
 # What the embedded model was trained for; FluxPipeline's own defaults are those of FLUX.1.
@@ -41,6 +43,18 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add_arguments(parser)
     parser.add_argument("--out", type=Path, default=Path("outputs"), help="folder for the pictures")
     parser.add_argument("--contact-sheet", type=Path, help="also write all pictures on one sheet, to this PNG")
+    parser.add_argument(
+        "--gpus",
+        metavar="N",
+        help="so many on each node, or all: in a mesh that is chosen for you, or as the axes say",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all ranks anew, up to N times, where one failed; pictures that were written are not made again",
+    )
     return parser
 
 
@@ -102,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vae-tiling", action="store_true", help="the VAE takes a picture in tiles")
     parser.add_argument("--vae-slicing", action="store_true", help="the VAE takes the pictures of a batch one by one")
     parser.add_argument("--timeout", type=float, default=10.0, help="minutes for which a rank waits for the others")
-    parser.add_argument("--port", type=int, default=0, help="for the ranks to meet on (default: any free one)")
+    add_rank_arguments(parser)
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
@@ -142,16 +156,6 @@ def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
     return seeds
 
 
-def check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror}") from None
-
-
 def check_lora(lora: str) -> None:
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--lora needs PEFT: pip install peft")
@@ -181,19 +185,61 @@ def ranks(args: argparse.Namespace) -> int:
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     degrees = [getattr(args, name) for name in AXES]
-    count = torch.cuda.device_count()
-    if -1 in degrees:
-        if not on_gpus(args):
-            raise ValueError("-1 takes the GPUs that are left, and there are none; say how many ranks to start")
-        return count
-    if on_gpus(args) and math.prod(degrees) > count:
-        wanted = math.prod(degrees)
-        raise ValueError(f"{wanted} ranks need as many GPUs and {count} are visible; --device cpu needs none")
-    return math.prod(degrees)
+    if -1 in degrees and not on_gpus(args):
+        raise ValueError("-1 takes the GPUs that are left, and there are none; say how many ranks to start")
+    world = torch.cuda.device_count() * args.nodes.count if -1 in degrees else math.prod(degrees)
+    check_world(world, args.nodes, on_gpus(args))
+    return world
+
+
+def spread_over_gpus(args: argparse.Namespace) -> None:
+    """`--gpus`: sets the degrees that are not given, in all as many as GPUs (ranks, on a CPU) of all nodes.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    count = torch.cuda.device_count() if on_gpus(args) else 0
+    if args.gpus == "all" and count == 0:
+        raise ValueError("--gpus all: there are no GPUs; with --device cpu, say how many ranks to start")
+    if args.gpus != "all" and not re.fullmatch("[1-9][0-9]*", args.gpus):
+        raise ValueError(f"--gpus takes a number from 1, or all; got {args.gpus!r}")
+    world = (count if args.gpus == "all" else int(args.gpus)) * args.nodes.count
+    check_world(world, args.nodes, on_gpus(args))
+    degrees = {name: getattr(args, name) for name in AXES}
+    try:
+        if all(degree == 1 for degree in degrees.values()):
+            degrees = choose_mesh(world, guides(args))
+            if not under_torchrun():
+                shown = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one rank"
+                print(
+                    f"--gpus {args.gpus}: {shown}; --dp, --cfg, --ring, --ulysses and --tp choose another mesh",
+                    flush=True,
+                )
+        degrees = resolve_degrees(degrees, world)
+    except ValueError as error:
+        raise ValueError(f"--gpus {args.gpus}: {error}") from None
+    for name, degree in degrees.items():
+        setattr(args, name, degree)
+
+
+def guides(args: argparse.Namespace) -> bool:
+    """Will each step have two forwards, which `--cfg 2` can spread? Raises ValueError where there is no pipeline."""
+    folder = ModelFolder(args.model)
+    known = inspect.signature(folder.pipeline(args.image is not None).__call__).parameters
+    if "negative_prompt" not in known or "guidance_scale" not in known:
+        return False
+    if folder.guides_by_negative_prompt(args.image is not None) and args.negative_prompt is None:
+        return False
+    return (args.guidance or known["guidance_scale"].default) > 1
 
 
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Everything that can be known before a rank starts. Raises ValueError."""
+    check_nodes(args)
+    if args.restarts < 0:
+        raise ValueError(f"--restarts must be at least 0; got {args.restarts}")
+    if args.gpus is not None:
+        spread_over_gpus(args)
     request = check_request(args)
     check_writable(args.out)
     if args.contact_sheet is not None:
@@ -246,8 +292,6 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
         )
     if args.quantization is not None:
         check_quantization(args.quantization, on_gpus(args))
-    if not under_torchrun():  # a rank finds its own launcher on the port
-        check_port(args.port)
     options = {name: getattr(args, name) for name in ("steps", "height", "width", "max_sequence_length")}
     pipeline = folder.pipeline(args.image is not None)
     known = inspect.signature(pipeline.__call__).parameters
@@ -294,7 +338,8 @@ def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -
         record(generate)(request)
         end_rank()
     world = math.prod(getattr(request, name) for name in AXES)
-    if world == 1:
+    alone = world == 1 and not args.restarts and args.log_dir is None
+    if alone and not environment.unset(environment.visible_archs(), world, os.environ):
         generate(request)
         return 0
-    return launch(world, ["diffusers_rocm", *argv], port=args.port)
+    return launch(world, ["diffusers_rocm", *argv], **launch_options(args))

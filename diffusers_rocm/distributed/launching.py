@@ -1,32 +1,31 @@
-"""Start a command's own ranks on this machine, through torchrun's launcher, and speak for them.
+"""Start a command's own ranks through torchrun's launcher, on this machine or on this node's part, and speak for them.
 
-Rank 0's output passes as it is, progress bars included. What the other ranks print is prefixed with their rank, and
-not repeated where another rank printed the same line. When a rank fails the others are ended, and the last line is
-that rank's own error.
+When a rank fails the others are ended, and the last line is that rank's own error (`root_cause`).
 """
 
-import json
 import logging
+import math
 import os
-import re
 import shutil
-import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-from . import name_ranks
+from .environment import prepare
+from .nodes import Meeting, Nodes, NodesFailed
+from .rank_output import Forwarder
+from .root_cause import Cause, root_cause
 
 
 def under_torchrun() -> bool:
@@ -46,11 +45,62 @@ def check_port(port: int) -> None:
             raise ValueError(f"--port {port}: {error.strerror}; leave it out to take any free one") from None
 
 
-def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> int:
-    """Run `python -m MODULE ARGUMENTS...` on `world` ranks of this machine; the exit code of the whole."""
+def launch(
+    world: int,
+    module_and_arguments: Sequence[str],
+    nodes: Nodes | None = None,
+    restarts: int = 0,
+    log_dir: Path | None = None,
+) -> int:
+    """Run `python -m MODULE ARGUMENTS...` on `world` ranks, on this machine or as one node of several.
+
+    Args:
+        world: ranks of all nodes, each of which has as many.
+        nodes: default: this machine alone.
+        restarts: how often all ranks are started anew after one of them failed.
+        log_dir: keeps what each rank says, and of a timeout the flight recorder of NCCL or RCCL.
+
+    Returns:
+        The exit code of the whole.
+    """
+    nodes, first = nodes or Nodes(), 0
+    local = world // nodes.count
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what it says of a failure is said better below
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+        # What ends the run is said better below, by the last line; not so what ends an attempt before it.
+        logging.getLogger(name).setLevel(logging.ERROR if restarts else logging.CRITICAL)
+    with ExitStack() as stack:
+        if log_dir is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="diffusers_rocm_")))
+        else:
+            folder = log_dir / (time.strftime("%Y%m%d-%H%M%S") + f"-node{nodes.rank}" * (nodes.count > 1))
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.callback(print, f"logs of each rank: {folder}", file=sys.stderr, flush=True)
+        prepare(local, None if log_dir is None else folder)
+        meeting = None
+        try:
+            if nodes.count > 1:
+                meeting, first = Meeting(nodes, local), nodes.rank * local
+                stack.callback(meeting.close)
+            config = _config(nodes, meeting, local, restarts, folder)
+            with Forwarder(folder, first):
+                failure, code = _run(config, module_and_arguments, folder, first)
+        except NodesFailed as error:
+            failure, code = Cause(str(error)), 1
+        except KeyboardInterrupt:
+            failure, code = Cause("stopped by SIGINT"), 130
+        if failure is None:
+            return 0
+        said = failure.text
+        if meeting is not None:
+            said = meeting.settle(failure)
+            code = code if said == failure.text else 1
+    print(f"diffusers-rocm: {said}", file=sys.stderr, flush=True)
+    return code
+
+
+def _config(nodes: Nodes, meeting: Meeting | None, local: int, restarts: int, folder: Path) -> LaunchConfig:
+    """torchrun's; sets what the launcher, and the ranks, read from the environment."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     # The launcher gives the ranks 30 s to end by themselves; a rank in a collective, or a stopped one, never would.
@@ -59,140 +109,47 @@ def launch(world: int, module_and_arguments: Sequence[str], port: int = 0) -> in
     PContext.close.__defaults__ = (None, int(patience))
     # A rank whose NCCL or RCCL timed out spends four times this on a dump before it ends: a minute, by default.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
-    with tempfile.TemporaryDirectory(prefix="diffusers_rocm_") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"localhost:{port}",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-        )
-        with _Forwarder(Path(folder)):
-            try:
-                # A terminal's Ctrl-C reaches the ranks as well; it is for the launcher alone to act on it.
-                deaf = ("-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", *module_and_arguments)
-                elastic_launch(config, "/bin/sh")(*deaf)
-                return 0
-            except ChildFailedError as error:
-                failure, code = _root_cause(error, Path(folder)), 1
-            except SignalException as error:
-                failure, code = f"stopped by {error.sigval.name}", 128 + error.sigval
-            except KeyboardInterrupt:
-                failure, code = "stopped by SIGINT", 130
-    print(f"diffusers-rocm: {failure}", file=sys.stderr, flush=True)
-    return code
+    # Ranks that are started anew in the launcher's own store find there what those before them left, and hang.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    options = {}
+    if meeting is not None:
+        if meeting.interface is not None:
+            # Gloo takes the address that this node's name has here, which may be one of nobody else's.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        options = {
+            "rdzv_configs": {"is_host": "0", "join_timeout": str(math.ceil(nodes.timeout))},
+            # Nodes are numbered in the order of these; that of node 0 is where its ranks are met.
+            "local_addr": nodes.address if nodes.rank == 0 else f"{nodes.address}#{nodes.rank:06d}",
+        }
+    return LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=local,
+        run_id="ranks",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{nodes.port}" if nodes.rank == 0 else nodes.endpoint,
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
+        **options,
+    )
 
 
-# What Gloo, the store and the watchdog of NCCL (RCCL) say of a rank that waited too long, in milliseconds.
-_WAITED = re.compile(rb"(?:Timed out waiting |wait timeout after |collective operation timeout.*Timeout\(ms\)=)(\d+)")
-
-
-def _root_cause(error: ChildFailedError, folder: Path) -> str:
-    """What the first rank to fail said.
-
-    Those that lost it in the middle of a collective fail after it, with an error of their own. A rank that died
-    without one (killed, or ended from outside Python) went before them.
-    """
-    errors = {int(file.parent.name): file for file in folder.glob("**/error.json")}
-    first = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns, default=None)
-    found = {int(file.parent.name): _WAITED.search(file.read_bytes()) for file in folder.glob("**/stderr.log")}
-    waited = {rank: int(match[1]) / 1000 for rank, match in sorted(found.items()) if match}
-    if waited and (first is None or first in waited):
-        # At the launcher's SIGTERM a rank that waits ends; one that is stopped has to be killed.
-        killed = [rank for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
-        late = sorted(killed or found.keys() - waited.keys())
-        whom = name_ranks(late) if late else "each other"
-        return (
-            f"{name_ranks(waited)} waited {max(waited.values()):g} s for {whom}: stopped, hung, or only slow? "
-            "--timeout MINUTES has all ranks wait longer"
-        )
-    for rank, failure in sorted(error.failures.items()):
-        if rank in errors or failure.exitcode == -signal.SIGTERM:
-            continue
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            hint = " (out of host memory?)" if failure.exitcode == -signal.SIGKILL else ""
-            return f"rank {rank} was killed by {name}{hint}"
-        return f"rank {rank} failed with exit code {failure.exitcode}"
-    message = json.loads(errors[first].read_text())["message"]
-    message = message["message"] if isinstance(message, dict) else message
-    ended = [rank for rank, failure in sorted(error.failures.items()) if failure.exitcode == -signal.SIGTERM]
-    if ended and re.search("[Cc]onnection (reset|closed|refused)", message):
-        # Who lost a peer is not the cause. The launcher ends ranks by SIGTERM too, but only after a first failure.
-        return f"rank {ended[0]} was killed by SIGTERM"
-    return f"rank {first} failed: {message}"
-
-
-class _Forwarder:
-    """Reads the files that the ranks write to and prints them, as the module says."""
-
-    # "[rank1]:", and the "W1121 10:53:57.929000 3522 " of torch's own log lines, differ where the line does not.
-    _NOISE = re.compile(rb"^\[rank\d+\]:\s?|^[IWEF]\d{4} [\d:.]+ \d+ |\b0x[0-9a-f]+\b")
-
-    # How long a line of another rank waits for rank 0 to say the same.
-    _PATIENCE = 10.0
-
-    def __init__(self, folder: Path):
-        self._folder, self._stop = folder, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._offsets: dict[Path, int] = {}
-        self._unfinished: dict[Path, bytes] = {}
-        self._waiting: list[tuple[float, int, bytes, TextIO | None]] = []
-        self._gone: list[TextIO] = []
-        self._seen: set[bytes] = set()
-
-    def __enter__(self) -> "_Forwarder":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._forward(last=True)
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.1):
-            self._forward()
-
-    def _write(self, target: TextIO | None, data: bytes) -> None:
-        """To a stream that may be closed, or a pipe that nobody reads: the other one must still be served."""
-        if target is None or target in self._gone:
-            return
-        try:
-            target.buffer.write(data)
-            target.buffer.flush()
-        except (OSError, ValueError):
-            self._gone.append(target)
-
-    def _forward(self, last: bool = False) -> None:
-        for file in sorted(self._folder.glob("**/std*.log"), key=lambda file: int(file.parent.name)):
-            with file.open("rb") as stream:
-                stream.seek(self._offsets.get(file, 0))
-                text = stream.read()
-            self._offsets[file] = self._offsets.get(file, 0) + len(text)
-            rank, target = int(file.parent.name), sys.stdout if file.name == "stdout.log" else sys.stderr
-            *lines, rest = (self._unfinished.get(file, b"") + text).split(b"\n")
-            if last and rest:
-                lines, rest = [*lines, rest], b""
-            self._unfinished[file] = rest
-            if rank == 0:
-                self._seen.update(self._NOISE.sub(b"", line) for line in lines)
-                self._write(target, text)
-            else:
-                self._waiting += [(time.monotonic(), rank, line, target) for line in lines if line.strip()]
-        due = len(self._waiting)
-        if not last:
-            due = sum(since + self._PATIENCE < time.monotonic() for since, *_ in self._waiting)
-        for _, rank, line, target in self._waiting[:due]:
-            key = self._NOISE.sub(b"", line)
-            if key not in self._seen:
-                self._seen.add(key)
-                self._write(target, b"[rank %d] %s\n" % (rank, line))
-        del self._waiting[:due]
+def _run(
+    config: LaunchConfig, module_and_arguments: Sequence[str], folder: Path, first: int
+) -> tuple[Cause | None, int]:
+    """Start the ranks and wait for them: why they failed, if they did, and the exit code."""
+    # A terminal's Ctrl-C reaches the ranks as well; it is for the launcher alone to act on it.
+    deaf = ("-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", *module_and_arguments)
+    try:
+        elastic_launch(config, "/bin/sh")(*deaf)
+        return None, 0
+    except ChildFailedError as error:
+        return root_cause(error, folder, first), 1
+    except SignalException as error:
+        return Cause(f"stopped by {error.sigval.name}"), 128 + error.sigval
+    except RendezvousError as error:
+        return Cause(f"the launchers lost each other: {error}", is_own=False), 1
 
 
 def end_rank() -> NoReturn:

@@ -2,11 +2,9 @@
 
 import functools
 import inspect
-import json
 import os
 import platform
 import random
-import re
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from diffusers import DiffusionPipeline
-from diffusers.utils import BaseOutput, export_to_video
+from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import nn
 
@@ -34,6 +32,8 @@ from .contact_sheet import contact_sheet
 from .denoisers import denoisers_of
 from .load import load_pipeline
 from .model_folder import ModelFolder
+from .outputs import file_stem, first_frame, whole_file, write, written
+from .pace import compare_paces
 from .peaks import device_peak, host_peak
 from .quantization import torchao_config
 
@@ -79,12 +79,6 @@ class GenerationRequest:
     timeout: float = 10.0  # minutes
     out: str = "outputs"
     contact_sheet: str | None = None
-
-
-def file_stem(index: int, prompt: str, seed: int) -> str:
-    """`000-a-red-circle-seed0`: the prompt's words, as far as a file name should go."""
-    words = re.sub(r"[^\w]+", "-", prompt.lower()).strip("-")[:60].strip("-")
-    return f"{index:03d}-{words or 'prompt'}-seed{seed}"
 
 
 def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axes]:
@@ -201,6 +195,8 @@ def versions() -> dict[str, str]:
 def generate(request: GenerationRequest) -> list[Path]:
     """Make the pictures; every rank calls it, rank 0 writes.
 
+    What ranks of the same run wrote, before one of them failed, is not made again.
+
     Returns:
         The pictures' files, on rank 0; on the others an empty list.
     """
@@ -212,18 +208,27 @@ def generate(request: GenerationRequest) -> list[Path]:
         transformers.utils.logging.disable_progress_bar()
     pipe, axes = load(request, device)
     arguments = call_arguments(type(pipe), request)
-    chance = broadcast_from_first(torch.tensor(random.SystemRandom().randrange(2**31)), axes.world).item()
+    # Left to chance, and the same when the ranks of a run are started anew.
+    chance = broadcast_from_first(torch.tensor(random.Random(begun).randrange(2**31)), axes.world).item()
     seeds = request.seeds or range(chance, chance + request.num_images_per_prompt)
     wanted = [(prompt, seed) for prompt in request.prompts for seed in seeds]
+    stems = [Path(request.out, file_stem(index, *each)) for index, each in enumerate(wanted)]
+    # Rank 0 knows what it has written: others may be on other nodes.
+    files = {index: file for index, stem in enumerate(stems) if first and (file := written(stem, begun))}
+    left = broadcast_from_first(torch.tensor([index not in files for index in range(len(wanted))]), axes.world)
+    left = left.nonzero().flatten().tolist()
+    if files:
+        print(f"{len(files)} of {len(wanted)} are in {request.out}/ since before the restart", flush=True)
     loaded = time.perf_counter() - started
 
     bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_inv_fmt}]"
     pipe.set_progress_bar_config(disable=not first, bar_format=bar)
-    timer, files, images = StepTimer(device, pipe.scheduler), [], []
-    for start in range(0, len(wanted), axes.dp.size):
+    timer, steady, frames = StepTimer(device, pipe.scheduler), [], {}
+    for start in range(0, len(left), axes.dp.size):
         # One for each replica. Drawn on the CPU: the same numbers on every rank, device and world size.
-        turn = wanted[start : start + axes.dp.size]
-        prompts, generators = [prompt for prompt, _ in turn], [torch.Generator().manual_seed(seed) for _, seed in turn]
+        turn = left[start : start + axes.dp.size]
+        prompts = [wanted[index][0] for index in turn]
+        generators = [torch.Generator().manual_seed(wanted[index][1]) for index in turn]
         done = len(timer.steps)
         timer.start()
         decodes = request.vae != "first-rank" or axes.replica.rank == 0
@@ -233,11 +238,12 @@ def generate(request: GenerationRequest) -> list[Path]:
             output_type="pil" if decodes else "latent",
             **arguments,
         )
+        steady += timer.steps[done + 1 :] or timer.steps[done:]  # the first has what comes before the steps
         peaks = peak_memory(axes.world, device)
         if not first:
             continue
-        for index, ((prompt, seed), made) in enumerate(zip(turn, _outputs(result), strict=True), start):
-            file = _write(made, Path(request.out, file_stem(index, prompt, seed)), request.fps)
+        for index, made in zip(turn, _outputs(result), strict=True):
+            prompt, seed = wanted[index]
             frame = made[0] if isinstance(made, list) else made
             record = {
                 "prompt": prompt,
@@ -257,25 +263,28 @@ def generate(request: GenerationRequest) -> list[Path]:
                 "step_seconds": [round(step, 5) for step in timer.steps[done:]],
                 "load_seconds": round(loaded, 3),
                 "peak_memory_bytes": peaks,
+                "started": begun,
                 "versions": versions(),
             }
-            file.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-            files.append(file)
-            images.append(frame)
+            files[index] = write(made, record, stems[index], request.fps)
+            frames[index] = frame
 
+    compare_paces(steady, device, axes.world)
     if first:
         if request.contact_sheet is not None:
-            contact_sheet(images, [prompt for prompt, _ in wanted], Path(request.contact_sheet))
+            images = [frames[index] if index in frames else first_frame(files[index]) for index in range(len(wanted))]
+            with whole_file(Path(request.contact_sheet)) as partial:
+                contact_sheet(images, [prompt for prompt, _ in wanted], partial)
             print(f"contact sheet: {request.contact_sheet}")
         if axes.replica.size > 1 and pipe.text_encoder_modes:
             print(f"text encoders: {', '.join(f'{name} {mode}' for name, mode in pipe.text_encoder_modes.items())}")
         median = statistics.median(timer.steps) * 1000 if timer.steps else 0.0
-        kind = "video" if any(file.suffix == ".mp4" for file in files) else "picture"
+        kind = "video" if any(file.suffix == ".mp4" for file in files.values()) else "picture"
         print(
             f"{len(files)} {kind}(s) in {request.out}/, {axes} on {device.type}: loaded in {loaded:.1f} s, "
             f"{median:.1f} ms a step, {time.time() - begun:.1f} s in all"
         )
-    return files
+    return [files[index] for index in sorted(files)]
 
 
 # What the records leave out of the request.
@@ -285,12 +294,3 @@ NOT_OF_ONE_PICTURE = ("prompts", "seeds", "num_images_per_prompt", "out", "conta
 def _outputs(result: BaseOutput) -> list:
     """Pictures, or videos as lists of frames."""
     return result.images if hasattr(result, "images") else result.frames
-
-
-def _write(made: Image.Image | list[Image.Image], stem: Path, fps: int) -> Path:
-    file = stem.with_name(stem.name + (".mp4" if isinstance(made, list) else ".png"))
-    if isinstance(made, list):
-        export_to_video(made, str(file), fps=fps)
-    else:
-        made.save(file)
-    return file
