@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import subprocess
 import tempfile
 import time
 import traceback
@@ -40,6 +41,32 @@ def message_of(function: Callable, *args: Any, **kwargs: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message, message
     return message
+
+
+class TwoHosts(unittest.TestCase):
+    """Two network namespaces, `self.names`, are two hosts as far as the network goes: 10.77.0.1 and 10.77.0.2."""
+
+    def setUp(self):
+        self.names = [f"rocm{os.getpid()}{side}" for side in "ab"]
+        commands = [f"ip netns add {name}" for name in self.names]
+        commands.append(f"ip link add {self.names[0]} type veth peer name {self.names[1]}")
+        for number, name in enumerate(self.names, 1):
+            commands += [
+                f"ip link set {name} netns {name}",
+                f"ip netns exec {name} ip addr add 10.77.0.{number}/24 dev {name}",
+                f"ip netns exec {name} ip link set {name} up",
+                f"ip netns exec {name} ip link set lo up",
+            ]
+        self.addCleanup(self._remove)
+        try:
+            for command in commands:
+                subprocess.run(command.split(), check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
+
+    def _remove(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 class RanksFailed(AssertionError):

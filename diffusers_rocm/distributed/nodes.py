@@ -8,7 +8,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 
 import psutil
 import torch
@@ -96,18 +95,30 @@ class Meeting:
                         "the command running there, with this --master-addr and --port? --node-timeout waits longer"
                     ) from None
             time.sleep(0.5)
-        try:
-            return TCPStore(
-                "localhost" if nodes.rank == 0 else nodes.address,
-                nodes.port,
-                is_master=nodes.rank == 0,
-                timeout=timedelta(seconds=max(5.0, self._deadline - time.monotonic())),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise NodesFailed(f"no store to meet in at {nodes.endpoint}: {reason}") from None
+        made: list[TCPStore | RuntimeError] = []
+
+        def make() -> None:
+            try:
+                made.append(
+                    TCPStore(
+                        "localhost" if nodes.rank == 0 else nodes.address,
+                        nodes.port,
+                        is_master=nodes.rank == 0,
+                        wait_for_workers=False,
+                        multi_tenant=True,
+                    )
+                )
+            except RuntimeError as error:
+                made.append(error)
+
+        # It has no timeout of its own for something else that listens there and never answers.
+        maker = threading.Thread(target=make, daemon=True)
+        maker.start()
+        maker.join(max(5.0, self._deadline - time.monotonic()))
+        if made and isinstance(made[0], TCPStore):
+            return made[0]
+        reason = str(made[0]).partition("\n")[0] if made else "what listens there does not answer"
+        raise NodesFailed(f"no store of a launcher at {nodes.endpoint}, --master-addr and --port: {reason}")
 
     def _gather(self, ranks: int) -> list[dict]:
         nodes, store = self._nodes, self._store

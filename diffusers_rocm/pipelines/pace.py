@@ -54,7 +54,10 @@ def compare_paces(steps: Sequence[float], device: torch.device, world: Axis) -> 
         return
     for rank, (step, worst, own) in enumerate(zip(median, slowest, product, strict=True)):
         logger.info("rank %d: %.2f ms a step (slowest %.2f), %.3f ms a matrix product", rank, step, worst, own)
-    for what, values in (("a step", median), ("the same matrix product", product)):
+    compared = [("a step", median)]
+    if device.type != "cpu":  # whose cores all ranks share
+        compared.append(("the same matrix product", product))
+    for what, values in compared:
         for rank, times in stragglers(values).items():
             shown = f"{values[rank]:.2f} and {statistics.median(values):.2f} ms"
             logger.warning("rank %d is a straggler: %s takes %.2f times the median (%s)", rank, what, times, shown)

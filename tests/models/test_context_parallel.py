@@ -36,7 +36,7 @@ from diffusers_rocm.models.attention_dispatch import wrap_backend
 from diffusers_rocm.models.plans import CONTEXT_PARALLEL_PLANS
 from diffusers_rocm.models.plans.context_plan import ContextParallelPlan, gather, split
 
-from ..testing_utils import message_of, relative_l2, run_ranks, slow
+from ..testing_utils import TwoHosts, message_of, relative_l2, run_ranks, slow
 from .testing_utils.common import randn
 from .testing_utils.context_parallelism import enable
 from .testing_utils.parallelism import FLOAT32_BAR
@@ -364,31 +364,7 @@ dist.destroy_process_group()
 """
 
 
-class TestTwoHosts(unittest.TestCase):
-    """Two network namespaces are two hosts as far as the network goes."""
-
-    def setUp(self):
-        self.names = [f"rocm{os.getpid()}{side}" for side in "ab"]
-        commands = [f"ip netns add {name}" for name in self.names]
-        commands.append(f"ip link add {self.names[0]} type veth peer name {self.names[1]}")
-        for number, name in enumerate(self.names, 1):
-            commands += [
-                f"ip link set {name} netns {name}",
-                f"ip netns exec {name} ip addr add 10.77.0.{number}/24 dev {name}",
-                f"ip netns exec {name} ip link set {name} up",
-                f"ip netns exec {name} ip link set lo up",
-            ]
-        self.addCleanup(self.remove)
-        try:
-            for command in commands:
-                subprocess.run(command.split(), check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
-
-    def remove(self):
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
+class TestTwoHosts(TwoHosts):
     def test_a_ring_over_two_hosts(self):
         processes = []
         for number, name in enumerate(self.names):
