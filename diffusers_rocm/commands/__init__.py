@@ -12,17 +12,21 @@ from . import bench, doctor, env, generate, plan
 from .ranks import set_up_logging
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `diffusers-rocm`. Returns the exit code.
-
-    A command's `check` says in one line, with exit code 2, what the user can mend; what `run` raises is not hidden.
-    """
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (generate, plan, bench, doctor, env):
         command.add_parser(subparsers).set_defaults(check=command.check, run=command.run)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `diffusers-rocm`. Returns the exit code.
+
+    A command's `check` says in one line, with exit code 2, what the user can mend; what `run` raises is not hidden.
+    """
+    args = make_parser().parse_args(argv)
     if "log_level" in args:
         set_up_logging(args)
     # Ranks, and those that are started anew, inherit it: "in all" is from here, and what was made since is theirs.

@@ -94,10 +94,8 @@ class TestTwoLaunchers(Launchers):
         # Node 0 tells of all ranks; each keeps the files of its own.
         assert re.findall(r"^INFO: rank (\d): [\d.]+ ms a step", self.said(0), re.M) == ["0", "1"], self.said(0)
         kept = [str(file.parent.relative_to(logs)) for file in logs.glob("**/stderr.log")]
-        assert sorted(re.sub(r"\d{8}-\d{6}|_\w+/", "", each) for each in kept) == [
-            "-node0/ranksattempt_0/0",
-            "-node1/ranksattempt_0/0",
-        ]
+        kept = sorted(re.sub(r"\d{8}-\d{6}-|ranks_\w+/", "", each) for each in kept)
+        assert kept == ["node0/attempt_0/0", "node1/attempt_0/0"]
 
     def wait_for(self, what: Callable[[], bool], processes: list[subprocess.Popen]) -> None:
         deadline = time.monotonic() + 200
