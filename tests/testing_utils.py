@@ -47,6 +47,7 @@ class TwoHosts(unittest.TestCase):
     """Two network namespaces, `self.names`, are two hosts as far as the network goes: 10.77.0.1 and 10.77.0.2."""
 
     def setUp(self):
+        super().setUp()
         self.names = [f"rocm{os.getpid()}{side}" for side in "ab"]
         commands = [f"ip netns add {name}" for name in self.names]
         commands.append(f"ip link add {self.names[0]} type veth peer name {self.names[1]}")
