@@ -203,8 +203,12 @@ def spread_over_gpus(args: argparse.Namespace) -> None:
         raise ValueError("--gpus all: there are no GPUs; with --device cpu, say how many ranks to start")
     if args.gpus != "all" and not re.fullmatch("[1-9][0-9]*", args.gpus):
         raise ValueError(f"--gpus takes a number from 1, or all; got {args.gpus!r}")
-    world = (count if args.gpus == "all" else int(args.gpus)) * args.nodes.count
-    check_world(world, args.nodes, on_gpus(args))
+    if args.gpus == "all" and under_torchrun():  # where each rank may see its own GPU alone
+        world = int(os.environ["WORLD_SIZE"])
+    else:
+        world = (count if args.gpus == "all" else int(args.gpus)) * args.nodes.count
+    if not under_torchrun():
+        check_world(world, args.nodes, on_gpus(args))
     degrees = {name: getattr(args, name) for name in AXES}
     try:
         if all(degree == 1 for degree in degrees.values()):

@@ -111,7 +111,7 @@ def _config(nodes: Nodes, meeting: Meeting | None, local: int, restarts: int, fo
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
     # Ranks that are started anew in the launcher's own store find there what those before them left, and hang.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    options = {}
+    options = {"local_addr": "localhost"}
     if meeting is not None:
         if meeting.interface is not None:
             # Gloo takes the address that this node's name has here, which may be one of nobody else's.

@@ -40,6 +40,7 @@ def slurm_rank(environment: Mapping[str, str], port: int, devices: int) -> dict[
         "RANK": str(rank),
         "LOCAL_RANK": str(0 if devices == 1 else local),
         "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(tasks // nodes),
         "MASTER_ADDR": first_host(names),
         "MASTER_PORT": str(port),
     }

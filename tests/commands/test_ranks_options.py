@@ -137,6 +137,15 @@ class TestOptions(unittest.TestCase):
         code, out, err, launch = self.run_here("generate", "--device", "cpu", "--gpus", "2", *where)
         assert code == 0 and launch.call_args.args[0] == 6 and "ulysses=6" in out, err
 
+    def test_gpus_where_srun_has_started_the_ranks(self):
+        nodes = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[08-09]", "SLURM_STEP_NUM_TASKS": "4"}
+        slurm = nodes | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+        with mock.patch("diffusers_rocm.commands.generate.record") as record:
+            with mock.patch("diffusers_rocm.commands.generate.end_rank", side_effect=KeyboardInterrupt):
+                code, out, err, launch = self.run_here("generate", "--device", "cpu", "--gpus", "2", **slurm)
+        (request,) = record.return_value.call_args.args
+        assert code == 130 and not launch.called and (request.ulysses, out) == (4, ""), err
+
     def test_choose_mesh(self):
         assert choose_mesh(1, guides=True) == choose_mesh(1, guides=False) == {}
         assert choose_mesh(8, guides=True) == {"cfg": 2, "ulysses": 4}

@@ -170,7 +170,8 @@ class TestSlurm(Launchers):
 
         names = {"SLURM_STEP_NODELIST": "gpu[08-09]", "SLURM_STEP_NUM_NODES": "2"}
         task = names | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "13", "SLURM_LOCALID": "5"}
-        wanted = {"RANK": "13", "LOCAL_RANK": "5", "WORLD_SIZE": "16", "MASTER_ADDR": "gpu08", "MASTER_PORT": "29500"}
+        wanted = {"RANK": "13", "LOCAL_RANK": "5", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+        wanted |= {"MASTER_ADDR": "gpu08", "MASTER_PORT": "29500"}
         assert slurm_rank(task, 29500, 8) == wanted
         assert slurm_rank(task, 29500, 1) == wanted | {"LOCAL_RANK": "0"}  # srun --gpus-per-task=1
         assert slurm_rank(names | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, 1, 8) == {}
