@@ -1,7 +1,7 @@
 """Hold the planner against what was measured: the compiled rows of the runs in docs/benchmarks, beside predictions.
 
-Prints the table of docs/planning.md. Exits with 1 where a row is off by more than a fifth, or where the mesh that the
-planner would have chosen of a run's was more than some percent slower than the fastest.
+Prints a table; `--write` puts it into docs/planning.md. Exits with 1 where a row is off by more than a fifth, or where
+the mesh that the planner would have chosen of a run's was more than some percent slower than the fastest.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from diffusers_rocm.planner.hardware import GPUS, Links
 from diffusers_rocm.planner.rehearsal import Ledger, rehearse
 
 
-RUNS = Path(__file__).parent.parent / "docs" / "benchmarks"
+DOCS = Path(__file__).parent.parent / "docs"
+RUNS, PAGE = DOCS / "benchmarks", DOCS / "planning.md"
 # All but flux_1024_4xh200, whose host was so busy that it is the host that was timed: the same meshes as graphs, where
 # the host has nothing to do, took half the time on the same machine.
 FILES = (
@@ -38,7 +39,7 @@ FILES = (
     "wan_480_compiled_4xh200",
     "wan_480_compiled_2xh200",
 )
-# Bytes a second that a GPU sends: docs/benchmarks/collectives_*.json, and ../facts of 28 MB collectives.
+# Bytes a second that a GPU sends, by collectives of 28 MB.
 NVLINK, THROUGH_HOST = 310e9, 29e9
 MODE = re.compile(r"(single|tp|(?:(?:cfg|ring|ulysses|tp)\d+)+)(-allgather)?(?:\+c(?:\+g)?)")
 OFF, REGRET = 0.2, 0.03
@@ -87,15 +88,16 @@ def predicted(file: str, degrees: dict[str, int], rotate_method: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", nargs="+", default=FILES, choices=FILES)
+    parser.add_argument("--write", action="store_true", help="the table of all files into docs/planning.md")
     args = parser.parse_args()
+    lines = ["| run | mode | measured, ms | predicted, ms | off |", "|---|---|---|---|---|"]
     wrong, regrets, count, squares = [], [], 0, 0.0
-    print("| run | mode | measured, ms | predicted, ms | off |\n|---|---|---|---|---|")
     for file in args.files:
         rows = []
         for mode, degrees, rotate_method, ms in measured(file):
             guess = predicted(file, degrees, rotate_method)
             off = guess / ms - 1
-            print(f"| {file} | `{mode}` | {ms:.1f} | {guess:.1f} | {off:+.0%} |", flush=True)
+            lines.append(f"| {file} | `{mode}` | {ms:.1f} | {guess:.1f} | {off:+.0%} |")
             if degrees:
                 rows.append((guess, ms, mode))
             count, squares = count + 1, squares + off**2
@@ -105,10 +107,15 @@ def main() -> int:
         regrets.append(chosen / fastest - 1)
         if regrets[-1] > REGRET:
             wrong.append(f"{file}: {mode} would be chosen, and took {regrets[-1]:+.0%} longer than the fastest")
-    print(
-        f"\n{count} rows, off by {(squares / count) ** 0.5:.1%} (root mean square). The mesh that is predicted to be "
-        f"the fastest of a run took at most {max(regrets):.1%} longer than the one that was."
-    )
+    lines += [
+        "",
+        f"{count} rows, off by {(squares / count) ** 0.5:.1%} (root mean square). The mesh that is predicted to be "
+        f"the fastest of a run took at most {max(regrets):.1%} longer than the one that was.",
+    ]
+    print("\n".join(lines))
+    if args.write:
+        between = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+        PAGE.write_text(between.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], PAGE.read_text()))
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

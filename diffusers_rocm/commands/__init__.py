@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..distributed.launching import under_torchrun
-from . import bench, doctor, env, generate, plan
+from . import bench, doctor, env, generate, plan, validate
 from .ranks import set_up_logging
 
 
@@ -16,7 +16,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (generate, plan, bench, doctor, env):
+    for command in (generate, plan, bench, doctor, validate, env):
         command.add_parser(subparsers).set_defaults(check=command.check, run=command.run)
     return parser
 

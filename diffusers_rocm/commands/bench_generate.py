@@ -45,8 +45,6 @@ def check(args: argparse.Namespace) -> RunsRequest:
     world = check_meshes(tuple(args.mesh))
     for mesh in args.mesh:
         found = parse_mesh(mesh)
-        if "rotate_method" in found:
-            raise ValueError(f"--mesh {mesh}: pipelines take the default way round the ring")
         for name in AXES:
             setattr(args, name, found.get(name, 1))
         request = generate.check_request(args)

@@ -86,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=COMMUNICATION,
         help="int8: ranks send each other activations in 8 bits, for slow links; lossy",
     )
+    parser.add_argument(
+        "--rotate-method",
+        default="p2p",
+        choices=("p2p", "allgather"),
+        help="how a ring passes keys on: to the next rank, or to all at once, which slow links may prefer",
+    )
     parser.add_argument("--graph", action="store_true", help="replay the denoiser's step as a CUDA or HIP graph")
     parser.add_argument("--compile", action="store_true", help="compile the denoiser's repeated blocks")
     parser.add_argument(
@@ -329,6 +335,7 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
         compile=args.compile,
         graph=args.graph,
         communication=args.communication,
+        rotate_method=args.rotate_method,
         timeout=args.timeout,
         **options,
     )

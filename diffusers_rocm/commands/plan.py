@@ -16,6 +16,7 @@ from ..benchmarks.known_models import Size
 from ..distributed.launching import under_torchrun
 from ..models.plans.verify import PlanReport, verify_plan
 from ..pipelines.model_folder import ModelFolder
+from ..pipelines.quantization import QUANTIZATIONS
 from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
 from ..planner.measure import measure
 from ..planner.search import RESERVED, WEIGHT_BYTES, Candidate, Dropped, Machine, one_gpu, search
@@ -228,8 +229,11 @@ def _report(
     lines.append("")
     if found:
         best = found[0]
-        axes = " ".join(f"--{axis} {count}" for axis, count in best.degrees.items())
-        lines.append(f"diffusers-rocm generate --model {args.model} {axes}{'' if args.eager else ' --compile'} ...")
+        words = [f"--{axis} {count}" for axis, count in best.degrees.items()]
+        words += ["--rotate-method allgather"] * (best.rotate_method == "allgather")
+        words += ["--quantization " + args.dtype] * (args.dtype in QUANTIZATIONS) + ["--compile"] * (not args.eager)
+        model = request.subject.name if request.subject.name != args.model else args.model
+        lines.append(f"diffusers-rocm generate --model {model} {' '.join(words)} ...")
         lines.append("Meshes within some percent of each other are alike: these are predictions, of a step alone.")
     else:
         least = min((each for each in dropped if each.short_of), key=lambda each: each.short_of, default=None)

@@ -74,7 +74,7 @@ SETTINGS = (
         "HIP_FORCE_DEV_KERNARG",
         "1",
         MI300 + MI350,
-        "arguments of kernels lie in the GPU's memory: 2 to 3 us less for each launch",
+        "arguments of kernels lie in the memory of the GPU, which starts them sooner",
         "ROCm workload optimization guide for MI300X",
     ),
     Setting(

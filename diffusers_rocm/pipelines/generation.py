@@ -69,6 +69,7 @@ class GenerationRequest:
     compile: bool = False
     graph: bool = False
     communication: str = EXACT
+    rotate_method: str = "p2p"
     rank_check: str = "first"
     text_encoders: str = "auto"
     offload: str = "auto"
@@ -88,7 +89,11 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
         dtype = getattr(torch, request.dtype)
     pipe = load_pipeline(
         request.model,
-        ParallelConfig(**{name: getattr(request, name) for name in AXES}, communication=request.communication),
+        ParallelConfig(
+            **{name: getattr(request, name) for name in AXES},
+            communication=request.communication,
+            rotate_method=request.rotate_method,
+        ),
         torch_dtype=dtype,
         text_encoders=request.text_encoders,
         # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.

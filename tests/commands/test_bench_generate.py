@@ -70,7 +70,6 @@ class TestBenchGenerate(unittest.TestCase):
             ("axis", ["--mesh", "tp=1", "--tp", "2"], "takes its meshes from --mesh"),
             ("ranks", ["--mesh", "tp=2", "ring=3"], "but 3 rank"),
             ("heads", ["--mesh", "tp=64"], "64"),
-            ("rotation", ["--mesh", "ring=2,allgather"], "the default way round"),
             ("repeats", ["--mesh", "tp=1", "--repeats", "0"], "--repeats must be at least 1"),
             ("prompts", ["--mesh", "tp=1", "--prompt", "a", "--prompt", "b"], "makes one picture"),
         ]
