@@ -28,7 +28,9 @@ def _place_weights(device: torch.device) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """The tensor's bits as int64 [n], with zeros to fill the last one."""
-    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    with torch._C.DisableTorchFunctionSubclass():  # GGUF's tensors answer with their own kind, of any shape
+        tensor = tensor.detach().as_subclass(Tensor)
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     data = tensor.contiguous().flatten()
     if data.stride() != (1,):  # of one element, say, that was expanded
         data = data.clone(memory_format=torch.contiguous_format)

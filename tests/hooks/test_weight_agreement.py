@@ -47,6 +47,17 @@ def difference_worker(where: str) -> str | None:
         return str(error)
 
 
+class OfItsOwnKind(torch.Tensor):
+    """As GGUF's: whatever is done with it answers with its own kind, which has a last dim."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            result.shape[-1]
+        return result
+
+
 class TestWeightAgreement(unittest.TestCase):
     @parameterized.expand(
         [(dtype,) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.complex64)]
@@ -64,6 +75,7 @@ class TestWeightAgreement(unittest.TestCase):
             assert same != fingerprint(tensor.roll(1, 0))
         assert fingerprint(tensor[0, 1:6]) == fingerprint(tensor[0, 1:6].clone())  # not aligned to words
         fingerprint(tensor[0, 0]), fingerprint(tensor[:0])
+        assert same == fingerprint(tensor.as_subclass(OfItsOwnKind))
 
     @parameterized.expand([(torch.float32,), (torch.bfloat16,)])
     def test_fingerprint_sees_the_order_within_a_run(self, dtype):
