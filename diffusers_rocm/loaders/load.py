@@ -44,7 +44,7 @@ def wrap_load_state_dict(original: Callable) -> Callable:
         if _tp.get() is None:
             return original(checkpoint_file, *args, **kwargs)
         if str(checkpoint_file).endswith(".gguf"):
-            raise _cannot_cut("GGUF", "model")
+            raise cannot_cut("GGUF", "model")
         return stored_tensors(checkpoint_file)
 
     return load_state_dict
@@ -103,7 +103,7 @@ def _load_sharded(
     if not low_cpu_mem_usage:
         raise ValueError("low_cpu_mem_usage=False builds the whole model on every rank; leave it out")
     if hf_quantizer is not None and not _is_torchao(hf_quantizer):
-        raise _cannot_cut(getattr(hf_quantizer.quantization_config.quant_method, "value", "?"), name)
+        raise cannot_cut(getattr(hf_quantizer.quantization_config.quant_method, "value", "?"), name)
     if device_map is not None and set(device_map) != {""}:
         raise ValueError(f"a {name} that is sharded over ranks is on one device each: device_map={{'': device}}")
     device = torch.device((device_map or {"": "cpu"})[""])
@@ -116,7 +116,7 @@ def _load_sharded(
     return unexpected
 
 
-def _cannot_cut(method: str, name: str) -> ValueError:
+def cannot_cut(method: str, name: str) -> ValueError:
     return ValueError(
         f"weights of {method} cannot be cut: for a {name} over ranks, load the unquantised checkpoint with torchao's "
         "quantisation, TorchAoConfig(Int8WeightOnlyConfig()), say"
@@ -173,7 +173,7 @@ def fill(
         quantizer: diffusers', which makes of each weight that it is for a quantised one, before the next is read.
 
     Raises:
-        ValueError: a tensor that the checkpoint lacks, or has in another shape.
+        ValueError: a tensor that the checkpoint lacks, or has in another shape, or as integers.
     """
     name = type(model).__name__
     missing = [key for key in wanted if key not in checkpoint]
@@ -192,6 +192,11 @@ def fill(
         source = checkpoint[key]
         if source.shape != shape:
             raise ValueError(f"{key} is {[*source.shape]} in the checkpoint, and {[*shape]} in this {name}")
+        if was.is_floating_point() and not source.dtype.is_floating_point:
+            raise ValueError(
+                f"{key} is {str(source.dtype).removeprefix('torch.')} in the checkpoint, quantised it seems, and of "
+                f"floating point in this {name}"
+            )
         tensor = torch.empty(was.shape, dtype=kept, device=device)
         if not isinstance(source, StoredTensor):  # a conversion had to read it
             tensor.copy_(source if shard is None else shard.take(source, tp.rank, tp.size))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from diffusers.quantizers.quantization_config import QuantizationMethod
 from diffusers.utils import logging
 from safetensors import SafetensorError
 from torch import nn
@@ -34,7 +35,7 @@ from ..hooks.tensor_parallel import (
 )
 from ..hooks.tensor_parallel_layers import ModulationLinear
 from ..hooks.weight_agreement import first_difference
-from ..loaders.load import shard_additions, sharded_loading
+from ..loaders.load import cannot_cut, shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
 from ..loaders.stored_tensor import some, stored_tensors
@@ -255,11 +256,19 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
         if ours is None:
             return original.__func__(cls, *args, **kwargs)
         kwargs.pop("parallel_config")
-        axes = ours.axes()
-        if original.__name__ == "from_single_file" and kwargs.get("quantization_config") is not None:
+        axes, quantization = ours.axes(), kwargs.get("quantization_config")
+        if getattr(quantization, "quant_method", None) == QuantizationMethod.GGUF:
+            if axes.tp.size > 1:
+                raise cannot_cut("GGUF", cls.__name__)
+        elif original.__name__ == "from_single_file" and quantization is not None:
             raise ValueError(
                 "diffusers quantises nothing that it reads from a single file: quantise the parallel model, or "
                 "save it by save_pretrained and load that"
+            )
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError(
+                f"the weights of a parallel {cls.__name__} are read from safetensors, and never from pickles: leave "
+                "use_safetensors=False out, and save_pretrained an unparallel one where there are only pickles"
             )
         if original.__name__ == "from_pretrained":
             kwargs.setdefault("use_safetensors", True)

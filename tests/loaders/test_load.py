@@ -312,6 +312,17 @@ class TestLoad(unittest.TestCase):
         self.save(config, safe_serialization=False)
         for message in run_ranks(2, message_worker, self.folder):
             assert f"no file named {FILE}" in message, message
+        for message in run_ranks(2, message_worker, self.folder, None, {"use_safetensors": False}):
+            assert "never from pickles" in message, message
+
+    def test_integers_for_a_weight(self):
+        """As bitsandbytes keeps them, of the same shape."""
+        self.save(FluxTransformerTesterConfig())
+        tensors = load_file(Path(self.folder, FILE))
+        tensors["proj_out.weight"] = tensors["proj_out.weight"].to(torch.int8)
+        save_file(tensors, Path(self.folder, FILE))
+        for message in run_ranks(2, message_worker, self.folder):
+            assert "proj_out.weight is int8 in the checkpoint, quantised it seems" in message, message
 
     @parameterized.expand(
         [

@@ -1,6 +1,7 @@
 """torchao's quantisation while a parallel model is read, and checkpoints of what is quantised."""
 
 import functools
+import importlib.util
 import math
 import tempfile
 import unittest
@@ -9,7 +10,7 @@ from unittest import mock
 
 import diffusers
 import torch
-from diffusers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from diffusers import BitsAndBytesConfig, GGUFQuantizationConfig, QuantoConfig, TorchAoConfig
 from packaging.version import Version
 from parameterized import parameterized
 from torchao.quantization import Int4WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
@@ -20,7 +21,9 @@ from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..models.testing_utils.common import BaseModelTesterConfig
 from ..models.testing_utils.parallelism import FLOAT32_BAR
-from ..testing_utils import message_of, relative_l2, run_ranks
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..testing_utils import message_of, relative_l2, run_ranks, slow
+from .test_load import flux_as_published
 from .test_quantization import CONFIGS, KINDS, check_quality, errors, held, over_weights
 from .testing_utils import elements_read
 
@@ -91,7 +94,32 @@ def gguf_worker(config: BaseModelTesterConfig, folder: str) -> str:
         f"{folder}/model.gguf",
         config=folder,
         parallel_config=TensorParallelConfig(tp=2),
+        quantization_config=GGUFQuantizationConfig(),
     )
+
+
+@torch.no_grad()
+def split_gguf_worker(folder: str) -> dict:
+    """Sequences are split, and weights are not: enabled later, or when it is loaded."""
+    config = BlocksOfRealWidth()
+    inputs, plain = config.get_inputs(1), config.model_class.from_pretrained(folder)
+    quantization, errors = GGUFQuantizationConfig(compute_dtype=torch.float32), {}
+    load = functools.partial(
+        config.model_class.from_single_file,
+        f"{folder}/model.gguf",
+        config=folder,
+        quantization_config=quantization,
+        **{DTYPE_ARGUMENT: torch.float32},
+    )
+    model = load()
+    wanted = config.get_output(model, inputs)
+    errors["own"] = relative_l2(wanted, config.get_output(plain, inputs))
+    errors["tp"] = message_of(model.enable_parallelism, config=TensorParallelConfig(tp=2))
+    model.enable_parallelism(config=ParallelConfig(ulysses=2))
+    errors["enabled"] = relative_l2(config.get_output(model, inputs), wanted)
+    model = load(parallel_config=ParallelConfig(ulysses=2))
+    errors["loaded"] = relative_l2(config.get_output(model, inputs), wanted)
+    return errors
 
 
 @torch.no_grad()
@@ -136,6 +164,37 @@ def cut_off_worker(config: BaseModelTesterConfig, folder: str) -> str:
         parallel_config=TensorParallelConfig(tp=2),
         quantization_config=TorchAoConfig(KINDS["int8"]),
     )
+
+
+class BlocksOfRealWidth(FluxTransformerTesterConfig):
+    """By whose width diffusers converts the checkpoints of FLUX.1's authors; one block of each kind."""
+
+    def get_init_dict(self):
+        return {
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 24,
+            "in_channels": 16,
+            "guidance_embeds": True,
+        }
+
+
+def write_gguf(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Weights of blocks in 8 bits, 32 of them with a scale in common."""
+    import gguf
+
+    kind, writer = gguf.GGMLQuantizationType.Q8_0, gguf.GGUFWriter(file, "flux")
+    for name, tensor in tensors.items():
+        array = tensor.float().numpy()
+        if tensor.ndim == 2 and "blocks" in name:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class TestQuantizedLoading(unittest.TestCase):
@@ -187,6 +246,17 @@ class TestQuantizedLoading(unittest.TestCase):
             Path(folder, "model.gguf").write_bytes(b"GGUF")
             for message in run_ranks(2, gguf_worker, config, folder):
                 assert "weights of GGUF cannot be cut" in message and "TorchAoConfig" in message, message
+
+    @slow
+    @unittest.skipUnless(importlib.util.find_spec("gguf"), "needs gguf")
+    def test_gguf_with_split_sequences(self):
+        with tempfile.TemporaryDirectory() as folder:
+            model = BlocksOfRealWidth().get_model()
+            model.save_pretrained(folder)
+            write_gguf(Path(folder, "model.gguf"), flux_as_published(model.state_dict()))
+            for result in run_ranks(2, split_gguf_worker, folder):
+                assert 1e-4 < result["own"] < 0.1 and "GGUFLinear" in result["tp"], result
+                assert max(result["enabled"], result["loaded"]) <= FLOAT32_BAR, result
 
     @needs_to_save_quantized
     def test_save_what_was_made_whole(self):
