@@ -5,6 +5,7 @@ would then read whole is read here: the model is sharded first, while it has no 
 with the part that its shard says.
 """
 
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,6 +154,16 @@ def _not_quantized(key: str, own: Sequence[int], whole: Sequence[int], why: str 
     )
 
 
+# Bytes that are read before the host gets back what it was read through.
+_TRIM_AFTER = 16 * 2**20
+
+
+@functools.cache
+def _trim() -> Callable[[int], int]:
+    """glibc's: without it freed slices stay with the process, as long as something small lies between them."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", lambda padding: 0)
+
+
 @torch.no_grad()
 def fill(
     model: nn.Module,
@@ -179,6 +190,7 @@ def fill(
     missing = [key for key in wanted if key not in checkpoint]
     if missing:
         raise ValueError(f"the checkpoint of this {name} lacks {some(missing)}")
+    read = 0
     for key, (module, attribute) in wanted.items():
         was = getattr(module, attribute)
         if was is None:  # a bias that the first rank has
@@ -197,7 +209,11 @@ def fill(
                 f"{key} is {str(source.dtype).removeprefix('torch.')} in the checkpoint, quantised it seems, and of "
                 f"floating point in this {name}"
             )
+        if read > _TRIM_AFTER:
+            _trim()(0)
+            read = 0
         tensor = torch.empty(was.shape, dtype=kept, device=device)
+        read += tensor.nbytes
         if not isinstance(source, StoredTensor):  # a conversion had to read it
             tensor.copy_(source if shard is None else shard.take(source, tp.rank, tp.size))
         elif shard is None or shard.dim is None:

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffusers_rocm import ParallelConfig, TensorParallelConfig
+from diffusers_rocm.distributed.quantized import parts
 from diffusers_rocm.hooks.tensor_parallel import sharded_modules
 from diffusers_rocm.loaders.stored_tensor import StoredTensor, stored_tensors
+from diffusers_rocm.pipelines.quantization import torchao_config
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..models.testing_utils.common import BaseModelTesterConfig
@@ -174,12 +176,20 @@ def peak_of(load: Callable[..., nn.Module], file: str, **kwargs) -> tuple[nn.Mod
     before = status("VmRSS")
     config = TensorParallelConfig(dist.get_world_size())
     model = load(file, parallel_config=config, **{DTYPE_ARGUMENT: torch.bfloat16}, **kwargs)
-    sizes = [tensor.nbytes for tensor in model.state_dict().values()]
+    sizes = [sum(part.nbytes for part in parts(tensor).values()) for tensor in model.state_dict().values()]
     return model, status("VmHWM") - before, sum(sizes), max(sizes)
 
 
 def peak_worker(folder: str) -> tuple[int, int, int]:
     return peak_of(FluxTransformer2DModel.from_pretrained, folder)[1:]
+
+
+def quantized_peak_worker(folder: str) -> tuple[int, int, int]:
+    from torchao.quantization import quantize_
+
+    int8 = torchao_config("int8")
+    quantize_(nn.Sequential(nn.Linear(32, 32)), int8.quant_type)  # what that imports is in memory before
+    return peak_of(FluxTransformer2DModel.from_pretrained, folder, quantization_config=int8)[1:]
 
 
 class TestLoad(unittest.TestCase):
@@ -246,6 +256,14 @@ class TestLoad(unittest.TestCase):
         for peak, shard, largest in run_ranks(4, peak_worker, self.folder):
             assert 550e6 < shard < 700e6, shard
             assert peak < shard + largest + 100e6, (peak, shard, largest)
+
+    @slow
+    def test_peak_memory_of_what_is_quantized(self):
+        """Of the 2.3 GB a rank reads a quarter and keeps an eighth."""
+        self.save_wide(num_layers=2, num_single_layers=3)
+        for peak, shard, largest in run_ranks(4, quantized_peak_worker, self.folder):
+            assert 250e6 < shard < 400e6, shard
+            assert peak < shard + largest + 200e6, (peak, shard, largest)
 
     @slow
     def test_one_file_of_flux(self):
