@@ -21,7 +21,7 @@ def shard_text_encoder(model: PreTrainedModel, tp: Axis) -> None:
     """Shard a text encoder in place: a whole one, or one without weights.
 
     Raises:
-        ValueError: the class has no plan, or too few heads.
+        ValueError: the class has no plan, or too few heads; the checkpoint holds quantised weights.
     """
     shard_modules(placements_of(model, tp.size), tp)
 
@@ -30,6 +30,12 @@ def placements_of(model: PreTrainedModel, world: int) -> list[Placement]:
     name = type(model).__name__
     if name not in TEXT_ENCODER_PLANS:
         raise ValueError(f"no plan shards the text encoder {name}, only {', '.join(TEXT_ENCODER_PLANS)}")
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is not None:
+        raise ValueError(
+            f"the checkpoint of this {name} is quantised ({quantization['quant_method']}), and such weights are not "
+            "cut: use text_encoders='first-rank' or 'replicate', or weights that are not quantised"
+        )
     plan = TEXT_ENCODER_PLANS[name]
     plan = plan(model.config) if callable(plan) else plan
     owners: dict[int, int] = {}  # of each parameter
@@ -66,7 +72,8 @@ def load_sharded_text_encoder(
     converts more, the ranks load the whole model, one after the other, and keep their parts.
 
     Raises:
-        ValueError: no plan, too few heads, no safetensors; a tensor that is missing or has another shape.
+        ValueError: no plan, too few heads, quantised weights, no safetensors; a tensor that is missing or has another
+            shape.
         RuntimeError: another rank failed.
     """
     with fail_together(f"load the {cls.__name__}", tp):

@@ -1,5 +1,6 @@
 """Text encoders on the ranks that share a picture: sharded, on the first rank alone, or whole on each."""
 
+import json
 import re
 import tempfile
 import unittest
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from parameterized import parameterized
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from diffusers_rocm.distributed.axis import Axis
@@ -18,7 +20,7 @@ from diffusers_rocm.models.plans.text_encoders import TEXT_ENCODER_PLANS
 
 from ..loaders.testing_utils import elements_read
 from ..models.testing_utils.parallelism import FLOAT32_BAR
-from ..testing_utils import relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, run_ranks
 
 
 CPU = torch.device("cpu")
@@ -149,10 +151,10 @@ VARIANTS = {
 }
 
 
-def tiny(name: str, config: dict[str, Any]) -> PreTrainedModel:
+def tiny(name: str, config: dict[str, Any] | None = None) -> PreTrainedModel:
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    model = cls(cls.config_class(**config)).eval()
+    model = cls(cls.config_class(**(config or CONFIGS[name]))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.05))
@@ -188,7 +190,36 @@ def sharded_worker(name: str, folder: str) -> dict:
     }
 
 
+def quantized_worker(folder: str) -> tuple[str, int]:
+    with elements_read() as read:
+        message = message_of(
+            load_sharded_text_encoder, transformers.T5EncoderModel, Path(folder), Axis.of_all(), torch.float32
+        )
+    return message, sum(read)
+
+
+def save_quantized(folder: str) -> None:
+    """A T5 as bitsandbytes' LLM.int8 writes it: integers in the weights' place, and the largest of their rows."""
+    tiny("T5EncoderModel").save_pretrained(folder)
+    file, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    tensors = load_file(file)
+    for name in [name for name in tensors if "SelfAttention.q" in name]:
+        largest = tensors[name].abs().amax(1)
+        tensors[name.replace("weight", "SCB")] = largest
+        tensors[name] = (tensors[name] / largest[:, None] * 127).round().to(torch.int8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+
+
 class TestSharded(unittest.TestCase):
+    def test_quantized_weights_are_not_cut(self):
+        with tempfile.TemporaryDirectory() as folder:
+            save_quantized(folder)
+            for message, read in run_ranks(2, quantized_worker, folder):
+                assert "the checkpoint of this T5EncoderModel is quantised (bitsandbytes)" in message, message
+                assert "use text_encoders='first-rank' or 'replicate'" in message and read == 0, message
+
     def test_every_plan_has_a_tiny_model(self):
         assert CONFIGS.keys() == TEXT_ENCODER_PLANS.keys()
 
