@@ -7,7 +7,7 @@ they adapt. So are they where the adapter was there before the model was paralle
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -271,20 +271,25 @@ def wrap_calculate_module_shape(original: staticmethod) -> staticmethod:
     return staticmethod(_calculate_module_shape)
 
 
+def check_adapter_is_for_whole(component: Any, name: str, state_dict: Collection[str]) -> None:
+    """Raises ValueError where an adapter is for a text encoder that is not whole on every rank."""
+    mode = getattr(component, "shared_by_ranks", None)
+    if mode is not None and any(key.startswith(f"{name}.") for key in state_dict):
+        raise ValueError(
+            f"this adapter is for the {name} too, which text_encoders={mode!r} leaves whole on no rank, or on the "
+            f"first alone: load the pipeline with text_encoders={{{name!r}: 'replicate'}}"
+        )
+
+
 def wrap_load_lora_into_text_encoder(original: Callable) -> Callable:
-    """An adapter of a text encoder is for all of it."""
+    """For pipelines that are parallel no more, whose text encoders are shared still."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def load_lora_into_text_encoder(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
-        mode = vars(given["text_encoder"]).get("shared_by_ranks")
         name = given.get("prefix") or given.get("text_encoder_name", "text_encoder")
-        if mode is not None and any(key.startswith(f"{name}.") for key in given["state_dict"]):
-            raise ValueError(
-                f"this adapter is for the {name} too, which text_encoders={mode!r} leaves whole on no rank, or on the "
-                f"first alone: load the pipeline with text_encoders={{{name!r}: 'replicate'}}"
-            )
+        check_adapter_is_for_whole(given["text_encoder"], name, given["state_dict"])
         return original(*args, **kwargs)
 
     return load_lora_into_text_encoder

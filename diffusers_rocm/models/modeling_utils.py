@@ -233,15 +233,20 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
     return disable_parallelism
 
 
+def check_can_be_saved(model: nn.Module) -> None:
+    """Raises ValueError where a parallel model cannot be made into a checkpoint."""
+    check_weights_are_here(model, "save the model before it is offloaded")
+    if any(is_quantized(parameter) for parameter in model.parameters()):
+        raise ValueError(f"this {type(model).__name__} is quantised, and is not saved while it is parallel")
+
+
 def wrap_save_pretrained(original: Callable) -> Callable:
     @functools.wraps(original)
     def save_pretrained(self, save_directory, *args, **kwargs):
         parallelism = getattr(self, "parallelism", None)
         if parallelism is None or parallelism.axes.world.size == 1:
             return original(self, save_directory, *args, **kwargs)
-        check_weights_are_here(self, "save the model before it is offloaded")
-        if any(is_quantized(parameter) for parameter in self.parameters()):
-            raise ValueError(f"this {type(self).__name__} is quantised, and is not saved while it is parallel")
+        check_can_be_saved(self)
         return save_checkpoint(self, save_directory, *args, **kwargs)
 
     return save_pretrained

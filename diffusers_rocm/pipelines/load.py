@@ -1,6 +1,8 @@
 """A whole pipeline from its folder, no rank holding more than it has to at any time."""
 
+import difflib
 import functools
+import inspect
 import json
 import os
 import re
@@ -89,14 +91,18 @@ def load_pipeline(
     choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
     agree("arguments of load_pipeline()", choices | {"dtype": torch_dtype, "variant": variant}, axes.world)
     check_choices(vae=vae, rank_check=rank_check, offload=offload)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ValueError(f"torch_dtype must be a dtype of torch, torch.bfloat16, say; got {torch_dtype!r}")
     with fail_together("find the pipeline", axes.world):
         folder = _local(model, kwargs)
-    index = json.loads((folder / "model_index.json").read_text())
-    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
+        index = json.loads((folder / "model_index.json").read_text())
+        entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
+        _check_known(model, entries, kwargs)
+        _check_arguments(model, pipeline, index.get("_class_name"), kwargs)
     encoders = {
         name: getattr(transformers, cls)
         for name, (library, cls) in entries.items()
-        if library == "transformers" and name.startswith("text_encoder") and hasattr(transformers, cls)
+        if library == "transformers" and name.startswith("text_encoder") and name not in kwargs
     }
     if isinstance(text_encoders, str):
         text_encoders = dict.fromkeys(encoders, text_encoders)
@@ -108,7 +114,7 @@ def load_pipeline(
     models = {
         name: cls
         for name, (library, cls) in entries.items()
-        if library == "diffusers" and issubclass(getattr(diffusers, cls), ModelMixin)
+        if library == "diffusers" and name not in kwargs and issubclass(getattr(diffusers, cls), ModelMixin)
     }
     denoisers = {name: cls for name, cls in models.items() if name in DENOISERS}
     quantized = _quantized(quantization_config, entries, denoisers)
@@ -172,7 +178,9 @@ def load_pipeline(
             )
             keep(name, encoder, functools.partial(read_encoder, name))
             if mode == "auto" and axes.replica.size > 1:
-                logger.info(f"{name} ({cls.__name__}): {modes[name]}")
+                why = "" if modes[name] == "replicate" else ", as there is no room for a whole one on each rank"
+                log = logger.warning if why and axes.world.rank == 0 else logger.info  # which diffusers hides
+                log(f"text_encoders='auto': {name} ({cls.__name__}) is {modes[name]!r}{why}")
     for name, cls in models.items():
         if name not in kwargs:
             read = functools.partial(read_denoiser if name in denoisers else read_model, name)
@@ -237,6 +245,7 @@ _OF_WEIGHTS_THAT_STAY = (
     "enable_sequential_cpu_offload",
     "enable_group_offload",
     "remove_all_hooks",
+    "save_pretrained",
 )
 
 
@@ -265,6 +274,39 @@ def _quantized(
     if others:
         raise ValueError(f"of a parallel pipeline transformers can be quantised, not its {', '.join(others)}")
     return found
+
+
+def _check_known(model: str | Path, entries: Mapping[str, list[str]], kwargs: Collection[str]) -> None:
+    """Raises ValueError where a model, or a scheduler, is of a class that the library here lacks."""
+    for name, (library, cls) in entries.items():
+        of = {"diffusers": diffusers, "transformers": transformers}.get(library)
+        ours = library == "diffusers" or name.startswith("text_encoder")
+        if of is not None and ours and name not in kwargs and not hasattr(of, cls):
+            raise ValueError(f"{model}: its {name} is a {cls}, which {library} {of.__version__} does not have")
+
+
+# Of what `from_pretrained` takes, besides components.
+_PASSED_ON = (
+    "cache_dir", "custom_pipeline", "custom_revision", "force_download", "local_files_only", "proxies", "revision",
+    "token", "trust_remote_code", "variant",
+)  # fmt: skip
+
+
+def _check_arguments(model: str | Path, pipeline: type, name: str, kwargs: Collection[str]) -> None:
+    """Raises ValueError for an argument that nothing takes: diffusers ignores it, and after all is read."""
+    cls = getattr(diffusers, str(name), None) if pipeline is DiffusionPipeline else pipeline
+    if "custom_pipeline" in kwargs:
+        return
+    if cls is None:
+        raise ValueError(f"{model} is a {name}, which diffusers {diffusers.__version__} does not have")
+    known = inspect.signature(cls.__init__).parameters
+    if any(each.kind == each.VAR_KEYWORD for each in known.values()):
+        return
+    for given in kwargs:
+        if given not in (*known, *_PASSED_ON):
+            near = difflib.get_close_matches(given, list(inspect.signature(load_pipeline).parameters), 1)
+            meant = f"; {near[0]} is meant, perhaps" if near else ""
+            raise ValueError(f"neither load_pipeline nor a {cls.__name__} takes an argument {given}{meant}")
 
 
 def _local(model: str | Path, kwargs: Mapping[str, Any]) -> Path:

@@ -14,12 +14,14 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from ..distributed import name_ranks
-from ..distributed.agreement import agree
+from ..distributed.agreement import agree, fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..distributed.mesh import Axes
 from ..hooks.rank_guard import GuardedScheduler
 from ..hooks.stand_in import stands_in_for
+from ..loaders.lora import check_adapter_is_for_whole
+from ..models.modeling_utils import check_can_be_saved
 from .data_parallel import spread
 
 
@@ -27,7 +29,7 @@ class ParallelCall:
     """Hangs on pipelines with the same denoiser, around their calls, until `remove()`."""
 
     def __init__(self, pipe: DiffusionPipeline, axes: Axes, guard: GuardedScheduler):
-        self._axes, self._guard, self._check, self._calls = axes, guard, guard.check, 0
+        self.axes, self._guard, self._check, self._calls = axes, guard, guard.check, 0
         self._pipes: weakref.WeakSet[DiffusionPipeline] = weakref.WeakSet()
         self.hang_on(pipe)
 
@@ -60,27 +62,27 @@ class ParallelCall:
                 if re.search("timed? ?out", str(error), re.IGNORECASE) is None:
                     raise
                 raise RuntimeError(
-                    f"{name_ranks(self._axes.world.ranks())} make pictures together, and one of them did not answer "
+                    f"{name_ranks(self.axes.world.ranks())} make pictures together, and one of them did not answer "
                     f"in time: it has stopped, or is at another call ({error})"
                 ) from error
 
         if "generator" in known:
             self._calls += 1
             given = arguments.get("generator")
-            arguments["generator"] = _generators(given, self._calls, self._axes.world, self._check)
-        if self._axes.cfg.size > 1:
+            arguments["generator"] = _generators(given, self._calls, self.axes.world, self._check)
+        if self.axes.cfg.size > 1:
             defaults = {name: each.default for name, each in known.items()}
             reason = _no_guidance(pipe, defaults | arguments)
             if reason is not None:
                 raise ValueError(
-                    f"{type(pipe).__name__} runs no guidance ({reason}), so cfg={self._axes.cfg.size} would "
+                    f"{type(pipe).__name__} runs no guidance ({reason}), so cfg={self.axes.cfg.size} would "
                     "have all groups do the same work; turn guidance on, or use dp, ulysses or tp in its place"
                 )
         if hasattr(getattr(pipe, "vae", None), "parallel_decode"):
             # A rank that wants latents would not decode, and the others would wait for it.
-            agree("arguments", {"output_type": arguments.get("output_type")}, self._axes.replica)
-        if self._axes.dp.size > 1:
-            return spread(guarded, pipe, arguments, self._axes.dp)
+            agree("arguments", {"output_type": arguments.get("output_type")}, self.axes.replica)
+        if self.axes.dp.size > 1:
+            return spread(guarded, pipe, arguments, self.axes.dp)
         return guarded(**arguments)
 
 
@@ -106,7 +108,32 @@ def _parallel_class(cls: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
         def enable_sequential_cpu_offload(self, gpu_id=None, device=None):
             return super().enable_sequential_cpu_offload(*_own_device(gpu_id, device))
 
+        @functools.wraps(cls.save_pretrained)
+        def save_pretrained(self, save_directory, *args, **kwargs):
+            for component in self.components.values():  # before any of them is written
+                if hasattr(component, "shared_by_ranks"):
+                    component.save_pretrained(save_directory)  # is refused
+                if getattr(component, "parallelism", None) is not None:
+                    check_can_be_saved(component)
+            return super().save_pretrained(save_directory, *args, **kwargs)
+
+    if hasattr(cls, "lora_state_dict"):
+        Parallel.lora_state_dict = _lora_state_dict(cls)
     return Parallel
+
+
+def _lora_state_dict(cls: type[DiffusionPipeline]) -> Callable:
+    """By it `load_lora_weights` reads an adapter, before it changes a model."""
+
+    @functools.wraps(cls.lora_state_dict)
+    def lora_state_dict(self, *args, **kwargs):
+        with fail_together("read an adapter", self.parallel_call.axes.world):
+            found = cls.lora_state_dict(*args, **kwargs)
+            for name, component in self.components.items():
+                check_adapter_is_for_whole(component, name, found[0] if isinstance(found, tuple) else found)
+            return found
+
+    return lora_state_dict
 
 
 def _own_device(gpu_id: int | None, device: torch.device | str | None) -> tuple[int | None, torch.device | str | None]:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import itertools
+import json
 import shutil
 import tempfile
 import unittest
@@ -24,7 +25,7 @@ from diffusers_rocm import ParallelConfig, TensorParallelConfig, load_pipeline, 
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.quantized import is_quantized, parts
 from diffusers_rocm.loaders.text_encoder import load_sharded_text_encoder
-from diffusers_rocm.pipelines import text_encoders
+from diffusers_rocm.pipelines import load, text_encoders
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.pipelines.quantization import torchao_config
 from diffusers_rocm.pipelines.text_encoders import load_text_encoder
@@ -32,7 +33,7 @@ from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
-from .test_text_encoders import CPU, tiny
+from .test_text_encoders import CPU, save_quantized, tiny
 
 
 PROMPT = {"prompt": "a small red circle", "num_inference_steps": 2, "height": 64, "width": 64, "output_type": "np"}
@@ -119,10 +120,12 @@ def variant_worker(folder: str) -> list[float]:
 
 
 def adapters_worker() -> dict[str, str]:
-    """A LoRA of a text encoder, which may be anywhere."""
+    """A LoRA of a text encoder, which may be anywhere, and of the transformer; what is refused leaves nothing."""
     torch.manual_seed(0)
     layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
     state = {f"{layer}.lora_A.weight": torch.randn(4, 64), f"{layer}.lora_B.weight": torch.randn(64, 4)}
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    state |= {f"{layer}.lora_A.weight": torch.randn(4, 128), f"{layer}.lora_B.weight": torch.randn(128, 4)}
     pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
     pipe.load_lora_weights(dict(state))
     wanted, results = pictures(pipe), {}
@@ -132,7 +135,13 @@ def adapters_worker() -> dict[str, str]:
             pipe.load_lora_weights(dict(state))
             results[mode] = relative_l2(pictures(pipe), wanted)
         else:
+            before = pictures(pipe)
             results[mode] = message_of(pipe.load_lora_weights, dict(state))
+            of_transformer = {name: x for name, x in state.items() if name.startswith("transformer.")}
+            with pytest.raises((OSError, RuntimeError)):  # one rank alone cannot read it
+                where = "/nowhere" if dist.get_rank() == 1 else of_transformer
+                pipe.load_lora_weights(where, weight_name="absent.safetensors")
+            assert pipe.get_list_adapters() == {} and torch.equal(pictures(pipe), before)
     return results
 
 
@@ -183,6 +192,9 @@ def refusals_worker(folder: str) -> dict[str, str]:
         ),
         "vae": message_of(load_pipeline, EMBEDDED_MODEL, config, vae="tiles"),
         "offload": message_of(load_pipeline, EMBEDDED_MODEL, config, offload="all"),
+        "dtype": message_of(load_pipeline, EMBEDDED_MODEL, config, dtype=torch.bfloat16),
+        "word for a dtype": message_of(load_pipeline, EMBEDDED_MODEL, config, torch_dtype="bfloat16"),
+        "misspelt": message_of(load_pipeline, EMBEDDED_MODEL, config, text_encoder_mode="shard"),
         "quantized": message_of(
             load_pipeline,
             EMBEDDED_MODEL,
@@ -202,6 +214,31 @@ def refusals_worker(folder: str) -> dict[str, str]:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         load_sharded_text_encoder(transformers.T5EncoderModel, Path(folder), Axis.of_all(), torch.float32)
     return {**messages, "shape": str(caught.value)}
+
+
+def unknown_class_worker(folder: str) -> str:
+    return message_of(load_pipeline, folder, ParallelConfig(tp=2))
+
+
+def auto_worker() -> tuple[dict[str, str], int]:
+    """The modes where there is no room, and how often that is said."""
+    with mock.patch.object(text_encoders, "ROOM", 0), mock.patch.object(load.logger, "warning") as warning:
+        pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload="none")
+    return pipe.text_encoder_modes, sum("is 'shard'" in call.args[0] for call in warning.call_args_list)
+
+
+def save_worker(folder: str) -> dict[str, str]:
+    """Refused before anything is written."""
+    messages = {}
+    for name, options in {
+        "shard": {"text_encoders": "shard"},
+        "first-rank": {"text_encoders": "first-rank"},
+        "quantised": {"quantization_config": torchao_config("int8")},
+        "disk": {"offload": "disk"},
+    }.items():
+        pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), **options)
+        messages[name] = message_of(pipe.save_pretrained, folder)
+    return messages
 
 
 def quantized_worker() -> list[dict]:
@@ -267,6 +304,37 @@ class TestLoadPipeline(unittest.TestCase):
             for result in results:
                 assert result["quantized"][0] > 10 and result["quantized"][1:] == [0, 0], result
                 assert 1e-4 < result["distance"] <= 1.1 * result["own"], result
+
+    @unittest.skipUnless(importlib.util.find_spec("torchao"), "needs torchao")
+    def test_what_cannot_be_saved_writes_nothing(self):
+        with tempfile.TemporaryDirectory() as parent:
+            for messages in run_ranks(2, save_worker, f"{parent}/folder"):
+                assert "save it from where it was read" in messages["shard"], messages
+                assert "save it from where it was read" in messages["first-rank"], messages
+                assert "FluxTransformer2DModel is quantised" in messages["quantised"], messages
+                assert "save_pretrained() goes with weights that stay" in messages["disk"], messages
+            assert not Path(parent, "folder").exists()
+
+    def test_what_auto_became_is_said_once(self):
+        for rank, (modes, said) in enumerate(run_ranks(2, auto_worker)):
+            assert set(modes.values()) == {"shard"} and said == (2 if rank == 0 else 0), (modes, said)
+
+    @parameterized.expand(
+        [
+            ("transformer", ["diffusers", "FluxTransformer9DModel"]),
+            ("text_encoder_2", ["transformers", "T9EncoderModel"]),
+            ("scheduler", ["diffusers", "NoScheduler"]),
+            ("_class_name", "Flux9Pipeline"),
+        ]
+    )
+    def test_classes_that_are_not_there(self, name, entry):
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(shutil.copytree(EMBEDDED_MODEL, Path(parent, "model")))
+            index = folder / "model_index.json"
+            index.write_text(json.dumps(json.loads(index.read_text()) | {name: entry}))
+            for message in run_ranks(2, unknown_class_worker, str(folder)):
+                assert f"{entry[-1] if isinstance(entry, list) else entry}, which" in message, message
+                assert "does not have" in message, message
 
     @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"cfg": 1, "dp": 2},)])
     def test_pictures_are_those_of_one_process(self, mesh):
@@ -359,6 +427,9 @@ class TestLoadPipeline(unittest.TestCase):
             assert "no plan shards the text encoder BertModel" in result["class"]
             assert "vae must be one of" in result["vae"]
             assert "offload must be one of 'auto', 'none', 'model', 'group', 'disk'; got 'all'" in result["offload"]
+            assert "takes an argument dtype; torch_dtype is meant" in result["dtype"]
+            assert "must be a dtype of torch, torch.bfloat16, say; got 'bfloat16'" in result["word for a dtype"]
+            assert "takes an argument text_encoder_mode; text_encoders is meant" in result["misspelt"]
             assert "transformers can be quantised, not its text_encoder" in result["quantized"]
             assert "SelfAttention.q.weight is [48, 39] in the checkpoint, and [48, 40]" in result["shape"]
 
@@ -369,9 +440,10 @@ class TestLoadPipeline(unittest.TestCase):
             ("not beside the rest of the pipeline", 4, 4, 1, "first-rank"),
             ("no whole one beside it", 4, 4, 1.5, "shard"),
             ("no whole one on a device", 1, 4, 0, "shard"),
+            ("nor parts of it, quantised", 1, 4, 0, "first-rank"),
         ]
     )
-    def test_auto_takes_what_fits_with_the_least_traffic(self, _, device, host, beside, wanted):
+    def test_auto_takes_what_fits_with_the_least_traffic(self, name, device, host, beside, wanted):
         """Two ranks of one host, whose memory is so many times the encoder's, as is what each has to load besides."""
         size = 4 * sum(x.numel() for x in tiny("T5EncoderModel").parameters())
         memory = mock.Mock(virtual_memory=lambda: mock.Mock(available=host * size))
@@ -384,6 +456,8 @@ class TestLoadPipeline(unittest.TestCase):
             mock.patch.object(text_encoders, "fail_together", lambda what, axis: contextlib.nullcontext()),
         ):
             tiny("T5EncoderModel").save_pretrained(folder)
+            if "quantised" in name:
+                save_quantized(folder)
             axis = replace(Axis.single("replica"), size=2)
             cuda = torch.device("cuda")
             found = text_encoders._fitting(
