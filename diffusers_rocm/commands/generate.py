@@ -18,7 +18,7 @@ from ..distributed import default_device_type, environment
 from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
-from ..pipelines.choices import CHOICES
+from ..pipelines.choices import CHOICES, check_choices
 from ..pipelines.generation import GenerationRequest, call_arguments, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS, check_quantization
@@ -102,9 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text-encoders",
-        default="auto",
-        choices=CHOICES["text_encoders"],
-        help="how the ranks that share a picture hold them: each a part, the first all, each all, or what fits",
+        nargs="+",
+        default=["auto"],
+        metavar="[NAME=]MODE",
+        help="how the ranks that share a picture hold them: each a part (shard), the first all (first-rank), each all "
+        "(replicate), or what fits (auto); text_encoder=replicate text_encoder_2=shard says it of each",
     )
     parser.add_argument(
         "--offload",
@@ -160,6 +162,16 @@ def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
     if args.num_images_per_prompt not in (1, len(seeds)):
         raise ValueError(f"--num-images-per-prompt {args.num_images_per_prompt}, but {len(seeds)} seeds: drop it")
     return seeds
+
+
+def read_text_encoders(words: list[str]) -> str | dict[str, str]:
+    """One mode for all, or that of each by its name."""
+    pairs = [word.split("=", 1) for word in words]
+    if len(words) > 1 and any(len(pair) == 1 for pair in pairs):
+        raise ValueError(f"--text-encoders takes one mode, or NAME=MODE for each; got {' '.join(words)}")
+    for pair in pairs:
+        check_choices(text_encoders=pair[-1])
+    return words[0] if len(pairs[0]) == 1 else dict(pairs)
 
 
 def check_lora(lora: str) -> None:
@@ -320,7 +332,7 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
         num_frames=args.num_frames,
         fps=args.fps,
         rank_check=args.rank_check,
-        text_encoders=args.text_encoders,
+        text_encoders=read_text_encoders(args.text_encoders),
         offload=args.offload,
         quantization=args.quantization,
         vae=args.vae,

@@ -71,7 +71,7 @@ class GenerationRequest:
     communication: str = EXACT
     rotate_method: str = "p2p"
     rank_check: str = "first"
-    text_encoders: str = "auto"
+    text_encoders: str | dict[str, str] = "auto"
     offload: str = "auto"
     quantization: str | None = None
     vae: str = "first-rank"

@@ -161,10 +161,14 @@ class TestGenerate(unittest.TestCase):
         return picture.astype(int)
 
     def test_the_ranks_share_the_tiles_of_the_vae(self):
-        tiled, shared = self.draw("tiled", "--vae-tiling", "--vae-slicing"), self.draw("tile", "--vae=tile", "--tp=2")
+        encoders = ("--text-encoders", "text_encoder=first-rank", "text_encoder_2=shard")
+        tiled = self.draw("tiled", "--vae-tiling", "--vae-slicing")
+        shared = self.draw("tile", "--vae=tile", "--tp=2", *encoders)
         assert np.abs(shared - tiled).max() <= 1
         (record,) = (self.folder / "tile").glob("*.json")
-        assert json.loads(record.read_text())["config"]["vae"] == "tile"
+        record = json.loads(record.read_text())
+        assert record["config"]["vae"] == "tile"
+        assert record["text_encoders"] == {"text_encoder": "first-rank", "text_encoder_2": "shard"}
 
     @slow
     def test_the_ranks_share_the_vae_or_do_not(self):
@@ -328,6 +332,17 @@ class TestBadInput(unittest.TestCase):
                 "no branches",
                 ["--prompt", "x", "--cfg", "2"],
                 "--cfg 2: .* runs guidance only with a --negative-prompt",
+            ),
+            ("no such mode", ["--prompt", "x", "--text-encoders", "tp"], "text_encoders must be one of .*; got 'tp'"),
+            (
+                "no such mode of one",
+                ["--prompt", "x", "--text-encoders", "text_encoder=whole"],
+                "text_encoders must be one of .*; got 'whole'",
+            ),
+            (
+                "modes without names",
+                ["--prompt", "x", "--text-encoders", "shard", "text_encoder=replicate"],
+                "--text-encoders takes one mode, or NAME=MODE for each; got shard text_encoder=replicate",
             ),
             ("no video", ["--prompt", "x", "--num-frames", "9"], "FluxPipeline takes no num_frames"),
             ("no GPU", ["--prompt", "x", "--quantization", "int4", "--device", "cpu"], "int4 needs a GPU; int8, "),
