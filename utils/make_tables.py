@@ -79,7 +79,7 @@ def features() -> str:
     lines = [f"| | {' | '.join(meshes)} | `save_pretrained` | `disable_parallelism` |", "|---|" + "---|" * 5]
     for row in run["rows"]:
         of_rounding = "{:.2f} of the rounding" if row["rounds"] else "{:.1e}"
-        cells = [of_rounding.format(row[mesh]) for mesh in meshes]
+        cells = ["an error" if row[mesh] is None else of_rounding.format(row[mesh]) for mesh in meshes]
         for of in ("unsaved", "not_whole"):
             where = row.get(of, [])
             only = "" if where == meshes else f" ({', '.join(where)})"

@@ -27,12 +27,17 @@ class TestFeatures(unittest.TestCase):
         if "group offload" in name and Version(diffusers.__version__) < Version("0.42"):
             self.skipTest("diffusers before 0.42 offloads nothing without an accelerator")
         for result in run(name, mesh):
+            if feature.refused and "tp" in MESHES[mesh]:
+                assert feature.refused in result["refused"], result
+                continue
             if feature.rounds and ("tp" in MESHES[mesh] or any(kind in name for kind in DYNAMIC)):
                 assert result["error"] <= QUALITY_BAR * result["own"], result
             else:
                 assert result["error"] <= FLOAT32_BAR, result
             quantized = any(kind in name for kind in KINDS)
-            assert (result["own"] > 1e-3) == (quantized or "LoRA" in name), result  # it changes something
+            assert (result["own"] > 1e-3) == (quantized or "LoRA" in name or "DoRA" in name), (
+                result
+            )  # it changes something
             assert (result["quantized"] > 10) == quantized, result
             assert (feature.unsaved or "") in result["unsaved"], result
             assert bool(feature.unsaved) == bool(result["unsaved"]), result

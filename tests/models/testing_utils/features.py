@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import FluxPipeline, TorchAoConfig
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from torchao.quantization import (
@@ -26,6 +27,7 @@ from diffusers_rocm.distributed.quantized import is_quantized, parts
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
+from ...pipelines.test_vae import pipeline_worker as vae_worker
 from ...testing_utils import relative_l2, run_ranks
 from ..transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from .common import randn
@@ -62,17 +64,31 @@ def quantize(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
-def lora(model: nn.Module) -> None:
+def lora(model: nn.Module, name: str = "one", seed: int = 0, **kwargs: Any) -> None:
     """Of every Linear in a block, about half as large as its weight."""
     with torch.device("meta"):
         whole = CONFIG.model_class(**CONFIG.get_init_dict())
     state = {}
-    for seed, (path, module) in enumerate(whole.named_modules()):
+    for each, (path, module) in enumerate(whole.named_modules(), seed):
         if isinstance(module, nn.Linear) and "blocks" in path:
             outputs, inputs = module.weight.shape
-            state[f"{path}.lora_A.weight"] = randn(4, inputs, seed=seed) / inputs**0.5
-            state[f"{path}.lora_B.weight"] = randn(outputs, 4, seed=seed + 1000) * 0.25
-    model.load_lora_adapter(state, prefix=None, adapter_name="one")
+            state[f"{path}.lora_A.weight"] = randn(4, inputs, seed=each) / inputs**0.5
+            state[f"{path}.lora_B.weight"] = randn(outputs, 4, seed=each + 1000) * 0.25
+    model.load_lora_adapter(state, prefix=None, adapter_name=name, **kwargs)
+
+
+another = functools.partial(lora, name="two", seed=3000)
+swap = functools.partial(lora, seed=5000, hotswap=True)
+
+
+def dora(model: nn.Module) -> None:
+    torch.manual_seed(0)
+    targets = ["to_q", "to_out.0", "proj_out"]
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, use_dora=True, init_lora_weights=False), "one")
+
+
+def scale(model: nn.Module) -> None:
+    model.set_adapters(["one", "two"], [0.6, -0.8])
 
 
 def fuse(model: nn.Module) -> None:
@@ -80,10 +96,20 @@ def fuse(model: nn.Module) -> None:
     model.unload_lora()
 
 
-def group_offload(level: str) -> Callable[[nn.Module], None]:
+def unfuse(model: nn.Module) -> None:
+    model.fuse_lora(lora_scale=0.7)
+    model.unfuse_lora()
+
+
+def unload(model: nn.Module) -> None:
+    model.unload_lora()
+
+
+def group_offload(level: str, **kwargs: Any) -> Callable[[nn.Module], None]:
     def offload(model: nn.Module) -> None:
         blocks = {"num_blocks_per_group": 1} if level == "block_level" else {}
-        model.enable_group_offload(torch.device("cpu"), torch.device("cpu"), offload_type=level, **blocks)
+        cpu = torch.device("cpu")
+        model.enable_group_offload(cpu, cpu, offload_type=level, **blocks, **kwargs)
 
     return offload
 
@@ -94,6 +120,8 @@ class Feature:
 
     Attributes:
         loads: the model is read from a checkpoint, by these arguments, parallel already.
+        stored: the arguments of `save_pretrained` by which that was written.
+        refused: part of what is said where weights are sharded, if it is not to be had there.
         rounds: the ranks' weights, with tensor parallelism, or all activations are rounded otherwise than those of one
             process.
         unsaved, not_whole: part of what `save_pretrained`, or with tensor parallelism `disable_parallelism`, refuses.
@@ -102,6 +130,8 @@ class Feature:
     before: tuple[Callable[[nn.Module], None], ...] = ()
     after: tuple[Callable[[nn.Module], None], ...] = ()
     loads: dict[str, Any] | None = None
+    stored: dict[str, Any] = dataclasses.field(default_factory=dict)
+    refused: str | None = None
     rounds: bool = False
     unsaved: str | None = None
     not_whole: str | None = None
@@ -116,13 +146,24 @@ NOT_WHOLE = "were quantised and cannot be made whole"
 FEATURES: dict[str, Feature] = {
     "alone": Feature(),
     "read in slices": Feature(loads={}),
+    "read in slices from many files of a variant, in a subfolder": Feature(
+        loads={"variant": "fp32", "subfolder": "part"}, stored={"variant": "fp32", "max_shard_size": "300KB"}
+    ),
     "LoRA, then parallel": Feature(before=(lora,)),
     "parallel, then LoRA": Feature(after=(lora,)),
     "parallel, then LoRA, fused": Feature(after=(lora, fuse)),
+    "parallel, then LoRA, fused and unfused": Feature(after=(lora, unfuse)),
+    "parallel, then LoRA, unloaded for another": Feature(after=(lora, unload, another)),
+    "parallel, then LoRA, swapped": Feature(after=(lora, swap)),
+    "LoRA, then parallel, then a second LoRA, scales of each": Feature(before=(lora,), after=(another, scale)),
+    "parallel, then DoRA": Feature(after=(dora,), refused="DoRA cannot be added"),
     "group offload of blocks, then parallel": Feature(before=(group_offload("block_level"),)),
     "parallel, then group offload of blocks": Feature(after=(group_offload("block_level"),)),
     "group offload of leaves, then parallel": Feature(before=(group_offload("leaf_level"),)),
     "parallel, then group offload of leaves": Feature(after=(group_offload("leaf_level"),)),
+    "parallel, then group offload of leaves, low_cpu_mem_usage": Feature(
+        after=(group_offload("leaf_level", low_cpu_mem_usage=True),)
+    ),
     **{
         f"{kind}, then parallel": Feature(before=(by(kind),), rounds=kind in DYNAMIC, unsaved=QUANTIZED)
         for kind in KINDS
@@ -185,7 +226,9 @@ def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
             change(model)
         model.enable_parallelism(config=ParallelConfig(**degrees))
         for change in feature.after:
-            change(model)
+            refused = _said(change, model)
+            if refused:
+                return {"refused": refused}
     exact, wanted, output = (config.get_output(each, inputs) for each in (plain, whole, model))
     result = {
         "error": relative_l2(output, wanted),
@@ -210,12 +253,14 @@ def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
     return result
 
 
+VIDEO = "VAE: tile, of a video"  # of Wan, which nothing is loaded for
 # What `load_pipeline` is given, and what is called on the pipeline then.
 PIPELINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     **{f"text encoders: {mode}": ({"text_encoders": mode}, ()) for mode in ("shard", "first-rank", "replicate")},
     "VAE: first-rank": ({"vae": "first-rank"}, ()),
     "VAE: tile": ({"vae": "tile"}, ()),
     "VAE: replicate": ({"vae": "replicate"}, ()),
+    VIDEO: ({}, ()),
     "model offload": ({}, ("enable_model_cpu_offload",)),
     "disk offload": ({"offload": "disk"}, ()),
 }
@@ -224,6 +269,8 @@ PIPELINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 @torch.no_grad()
 def pipeline_worker(name: str, degrees: dict[str, int]) -> dict:
     """The error of a picture of several VAE tiles against that of one process."""
+    if name == VIDEO:
+        return {"error": max(vae_worker("wan", degrees, "tile")["errors"])}
     arguments, calls = PIPELINES[name]
 
     def picture(pipe: FluxPipeline) -> torch.Tensor:
@@ -253,7 +300,8 @@ def run(name: str, mesh: str) -> list[dict]:
     if name in PIPELINES:
         return run_ranks(world, pipeline_worker, name, degrees)
     with tempfile.TemporaryDirectory() as folder:
-        CONFIG.get_model().save_pretrained(folder)
+        feature = FEATURES[name]
+        CONFIG.get_model().save_pretrained(Path(folder, (feature.loads or {}).get("subfolder", "")), **feature.stored)
         return run_ranks(world, feature_worker, name, degrees, folder)
 
 
@@ -263,6 +311,9 @@ def table_row(name: str, by_mesh: dict[str, list[dict]]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "of_pipeline": of_pipeline}
     row["rounds"] = not of_pipeline and FEATURES[name].rounds
     for mesh, results in by_mesh.items():
+        if any("refused" in result for result in results):
+            row[mesh] = None
+            continue
         row[mesh] = max(result["error"] / result["own"] if row["rounds"] else result["error"] for result in results)
         for of in ("unsaved", "not_whole"):
             if any(result.get(of) for result in results):
