@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from parameterized import parameterized
 from PIL import Image
 
 from diffusers_rocm.pipelines.outputs import file_stem, first_frame, whole_file, write, written
+
+from ..testing_utils import slow
 
 
 COLOURS = ("red", "green", "blue", "white", "yellow")
@@ -61,8 +62,14 @@ class TestRestarts(unittest.TestCase):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.01)
 
-    @parameterized.expand([("two replicas", ("--dp", "2"), 1), ("shards", ("--tp", "2"), 0)])
-    def test_a_rank_is_killed_in_the_middle_of_20_prompts(self, name, mesh, victim):
+    def test_a_rank_is_killed_in_the_middle_of_20_prompts(self):
+        self.check_restart(("--dp", "2"), victim=1)
+
+    @slow
+    def test_a_rank_of_two_shards_is_killed(self):
+        self.check_restart(("--tp", "2"), victim=0)
+
+    def check_restart(self, mesh: tuple[str, ...], victim: int) -> None:
         calm, shaken = self.folder / "calm", self.folder / "shaken"
         reference = self.start(*command(calm, *mesh))
         assert reference.wait(timeout=240) == 0, reference.communicate()
@@ -86,6 +93,7 @@ class TestRestarts(unittest.TestCase):
         assert not [file for file in os.listdir(shaken) if not file.endswith((".png", ".json"))]
         assert Image.open(sheet).height > Image.open(sheet).width  # 20 pictures, in 4 columns
 
+    @slow
     def test_no_restart_without_asking_and_not_more_than_asked(self):
         process = self.start(*command(self.folder, "--dp", "2", "--restarts", "1"))
         for attempt in (1, 2):

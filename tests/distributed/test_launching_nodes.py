@@ -24,7 +24,7 @@ from diffusers_rocm import commands
 from diffusers_rocm.distributed.nodes import Meeting, Nodes, NodesFailed
 from diffusers_rocm.distributed.slurm import first_host, slurm_nodes, slurm_rank
 
-from ..testing_utils import TwoHosts
+from ..testing_utils import TwoHosts, slow
 
 
 ROOT = Path(__file__).parents[2]
@@ -107,13 +107,14 @@ class TestTwoLaunchers(Launchers):
     def wait_for_steps(self, processes: list[subprocess.Popen], after: int = 0) -> None:
         self.wait_for(lambda: re.search(r"[1-9]\d*/900", self.said(0)[after:]) is not None, processes)
 
-    @parameterized.expand(
-        [
-            (1, r"diffusers-rocm: node 1 \(.+\) is gone: no sign of life for \d+ s"),
-            (0, r"diffusers-rocm: node 0 \(.+\) is gone, and with it the store at 127.0.0.1:\d+"),
-        ]
-    )
-    def test_a_node_dies(self, victim, last_line):
+    def test_a_node_dies(self):
+        self.check_death(1, r"diffusers-rocm: node 1 \(.+\) is gone: no sign of life for \d+ s")
+
+    @slow
+    def test_the_node_of_the_store_dies(self):
+        self.check_death(0, r"diffusers-rocm: node 0 \(.+\) is gone, and with it the store at 127.0.0.1:\d+")
+
+    def check_death(self, victim: int, last_line: str) -> None:
         processes = self.nodes("--tp", "2", "--steps", "900")
         self.wait_for_steps(processes)
         ranks = psutil.Process(processes[victim].pid).children(recursive=True)
@@ -126,6 +127,7 @@ class TestTwoLaunchers(Launchers):
         assert re.fullmatch(last_line, self.last_line(1 - victim)), self.said(1 - victim)
         assert not psutil.wait_procs(other, timeout=10)[1]
 
+    @slow
     def test_a_rank_dies_and_all_nodes_start_anew(self):
         processes = self.nodes("--tp", "2", "--steps", "900", "--restarts", "1")
         self.wait_for_steps(processes)
@@ -143,6 +145,7 @@ class TestTwoLaunchers(Launchers):
 class TestSlurm(Launchers):
     """Slurm's variables are set here, as srun sets them."""
 
+    @slow
     def test_one_task_a_node(self):
         port = free_port()
         slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "localhost,gpu[03-05]"}

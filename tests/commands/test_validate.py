@@ -1,0 +1,85 @@
+"""`diffusers-rocm validate`."""
+
+import json
+import tempfile
+import unittest
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+from parameterized import parameterized
+
+from diffusers_rocm import commands
+from diffusers_rocm.commands import validate
+from diffusers_rocm.commands.validate import JSON, Step
+
+from ..testing_utils import slow
+
+
+class TestValidate(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.out = Path(folder.name)
+
+    def validate(self, *arguments: str) -> tuple[int, str, list[dict], str]:
+        """Exit code, what was printed, and the two reports."""
+        output = StringIO()
+        with redirect_stdout(output):
+            code = commands.main(["validate", "--device", "cpu", "--out", str(self.out), *arguments])
+        report = self.out / "report"
+        steps = json.loads(report.with_suffix(".json").read_text())
+        return code, output.getvalue(), steps, report.with_suffix(".md").read_text()
+
+    def test_what_fails_and_what_hangs_is_said(self):
+        """Each step is a process; one that fails, or never ends, does not hide those after it."""
+        tiny = ["num_layers=1", "num_single_layers=1", "num_attention_heads=2", "attention_head_dim=16"]
+        tiny += ["joint_attention_dim=8", "pooled_projection_dim=8", "axes_dims_rope=[4,6,6]"]
+        small = ["--resolution", "64", "--text", "8", "--device", "cpu", "--repeats", "1", "--rounds", "1"]
+        taken = [
+            Step("What this machine is", ["env", "--json"]),
+            Step("Fails", ["bench", "step", "--mesh", "tp=3", "--device", "cpu", "--config", *tiny, *small]),
+            Step("Hangs", ["generate", "--prompt", "a red circle", "--steps", "90000", "--out", str(self.out)]),
+            Step("Works", ["bench", "step", "--mesh", "tp=1", *small, "--json", JSON, "--config", *tiny]),
+        ]
+        with mock.patch.object(validate, "steps", return_value=taken):
+            code, printed, steps, page = self.validate("--timeout", "60")
+        assert code == 1 and "2 of 4 passed" in printed, printed
+        assert [step["code"] for step in steps] == [0, 1, None, 0]
+        assert steps[0]["results"]["packages"]["torch"] and steps[3]["results"]["rows"][0]["name"] == "one rank"
+        assert "exceeds the 2" in steps[1]["said"]
+        for line in ("| Fails | FAILED (exit code 1)", "| Hangs | did not end", "| Works | passed", "relative L2"):
+            assert line in page, page
+        assert "results.json" not in page and JSON not in page
+
+    def test_meshes(self):
+        assert validate.meshes(1) == []
+        assert validate.meshes(2) == ["tp=2", "ulysses=2", "ring=2", "ring=2,allgather"]
+        found = validate.meshes(4)
+        assert len(found) == len(set(found)) == 7 and "ring=2,ulysses=2" in found and "ulysses=2,tp=2" in found
+
+    @parameterized.expand(
+        [
+            (("--gpus", "0"), "--gpus must be at least 1; got 0"),
+            (("--timeout", "1"), "--timeout must be from 10"),
+            (("--out", "/proc/nowhere"), "cannot write to /proc/nowhere"),
+        ]
+    )
+    def test_bad_input_is_one_line(self, arguments, said):
+        errors = StringIO()
+        with redirect_stderr(errors):
+            code = commands.main(["validate", "--device", "cpu", "--out", str(self.out), *arguments])
+        assert code == 2 and said in errors.getvalue() and errors.getvalue().count("\n") == 1
+
+    @slow
+    def test_this_machine(self):
+        code, printed, steps, page = self.validate("--quick")
+        assert code == 0 and len(steps) == 4, printed + page
+        pictures, tensors = (step["results"]["rows"] for step in steps[2:])
+        assert len(pictures) == 4 and all(row["distance"] < 1e-3 for row in pictures)
+        assert len(tensors) == 5 and all(row["distance"] < 1e-4 and not row["note"] for row in tensors)
+
+
+if __name__ == "__main__":
+    unittest.main()
