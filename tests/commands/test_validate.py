@@ -39,17 +39,17 @@ class TestValidate(unittest.TestCase):
         small = ["--resolution", "64", "--text", "8", "--device", "cpu", "--repeats", "1", "--rounds", "1"]
         taken = [
             Step("What this machine is", ["env", "--json"]),
-            Step("Fails", ["bench", "step", "--mesh", "tp=3", "--device", "cpu", "--config", *tiny, *small]),
+            Step("Fails", ["bench", "step", "--mesh", "tp=0", *small]),
             Step("Hangs", ["generate", "--prompt", "a red circle", "--steps", "90000", "--out", str(self.out)]),
             Step("Works", ["bench", "step", "--mesh", "tp=1", *small, "--json", JSON, "--config", *tiny]),
         ]
         with mock.patch.object(validate, "steps", return_value=taken):
-            code, printed, steps, page = self.validate("--timeout", "60")
+            code, printed, steps, page = self.validate("--timeout", "30")
         assert code == 1 and "2 of 4 passed" in printed, printed
-        assert [step["code"] for step in steps] == [0, 1, None, 0]
+        assert [step["code"] for step in steps] == [0, 2, None, 0]
         assert steps[0]["results"]["packages"]["torch"] and steps[3]["results"]["rows"][0]["name"] == "one rank"
-        assert "exceeds the 2" in steps[1]["said"]
-        for line in ("| Fails | FAILED (exit code 1)", "| Hangs | did not end", "| Works | passed", "relative L2"):
+        assert "--mesh tp=0" in steps[1]["said"]
+        for line in ("| Fails | FAILED (exit code 2)", "| Hangs | did not end", "| Works | passed", "relative L2"):
             assert line in page, page
         assert "results.json" not in page and JSON not in page
 
