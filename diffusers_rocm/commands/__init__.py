@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = args.check(args)
     except (ValueError, OSError) as error:
-        print(f"diffusers-rocm: {error}", file=sys.stderr)
+        print("diffusers-rocm:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     try:
         return args.run(request, args, sys.argv[1:] if argv is None else list(argv))

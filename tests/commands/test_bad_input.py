@@ -1,0 +1,103 @@
+"""No words on the command line lead to a traceback: what cannot be is one line and exit code 2."""
+
+import argparse
+import os
+import tempfile
+import unittest
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from unittest import mock
+
+import huggingface_hub.constants
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diffusers_rocm import commands
+from diffusers_rocm.commands import make_parser
+
+
+def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list]]:
+    """`(words of a command, its options)`, those of its subcommands too."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in inner:
+        for name, each in action.choices.items():
+            yield from parsers(each, (*words, name))
+    if not inner:
+        yield words, [action for action in parser._actions if action.dest != "help"]
+
+
+COMMANDS = list(parsers(make_parser()))
+# No path leads out of the folder where the tests are, and none is long.
+TEXT = st.text(st.characters(blacklist_characters="/\\\0", blacklist_categories=["Cs"]), max_size=12)
+VALUES = st.one_of(
+    TEXT,
+    st.integers(-3, 9).map(str),
+    st.sampled_from(["1e999", "nan", "inf", "9" * 30, "tp=2", "cfg=2,tp=0", "a=b", "16GB", "a-file", "a-folder", ""]),
+)
+
+
+@st.composite
+def command_lines(draw: st.DrawFn) -> list[str]:
+    words, actions = draw(st.sampled_from(COMMANDS))
+    line = list(words)
+    required = [action for action in actions if action.required]
+    some = draw(st.lists(st.sampled_from(actions), max_size=4, unique_by=id)) if actions else []
+    for action in (*required, *some):
+        if not action.option_strings:
+            line.append(draw(VALUES))
+            continue
+        line.append(draw(st.sampled_from(action.option_strings)))
+        if action.nargs != 0:
+            choices = st.sampled_from([str(each) for each in action.choices]) if action.choices else VALUES
+            line += draw(st.lists(choices | VALUES, min_size=1, max_size=2 if action.nargs == "+" else 1))
+    return line
+
+
+@contextmanager
+def nothing_runs() -> Iterator[None]:
+    """In an empty folder, without a network, and with commands that only check."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        stack.callback(os.chdir, before)
+        os.chdir(folder)
+        os.mkdir("a-folder")
+        with open("a-file", "w") as file:
+            file.write("a red circle\n")
+        stack.enter_context(mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
+        stack.enter_context(mock.patch.dict(os.environ))
+        original = argparse.ArgumentParser.parse_args
+
+        def parse_args(self: argparse.ArgumentParser, *args, **kwargs) -> argparse.Namespace:
+            found = original(self, *args, **kwargs)
+            found.run = lambda request, args, argv: 0
+            return found
+
+        stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args))
+        yield
+
+
+class TestBadInput(unittest.TestCase):
+    def test_all_commands_are_known(self):
+        found = {" ".join(words) for words, _ in COMMANDS}
+        assert {"generate", "plan", "doctor", "validate", "env", "bench step", "bench comm"} <= found
+        assert sum(len(actions) for _, actions in COMMANDS) > 100
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(command_lines())
+    def test_any_words(self, words):
+        errors = StringIO()
+        with nothing_runs(), redirect_stdout(StringIO()), redirect_stderr(errors):
+            try:
+                code = commands.main(words)
+            except SystemExit as error:  # of argparse
+                code = error.code
+        assert code in (0, 2), (words, code)
+        if code == 2:
+            said = errors.getvalue()
+            *_, last = said.strip().splitlines()
+            assert last.startswith("diffusers-rocm") and len(last) > len("diffusers-rocm: "), (words, said)
+
+
+if __name__ == "__main__":
+    unittest.main()
