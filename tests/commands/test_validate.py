@@ -32,26 +32,34 @@ class TestValidate(unittest.TestCase):
         steps = json.loads(report.with_suffix(".json").read_text())
         return code, output.getvalue(), steps, report.with_suffix(".md").read_text()
 
-    def test_what_fails_and_what_hangs_is_said(self):
-        """Each step is a process; one that fails, or never ends, does not hide those after it."""
+    def validate_these(self, taken: list[Step], *arguments: str) -> tuple[int, str, list[dict], str]:
+        with mock.patch.object(validate, "steps", return_value=taken):
+            return self.validate(*arguments)
+
+    def test_what_fails_does_not_hide_what_comes_after_it(self):
         tiny = ["num_layers=1", "num_single_layers=1", "num_attention_heads=2", "attention_head_dim=16"]
         tiny += ["joint_attention_dim=8", "pooled_projection_dim=8", "axes_dims_rope=[4,6,6]"]
         small = ["--resolution", "64", "--text", "8", "--device", "cpu", "--repeats", "1", "--rounds", "1"]
-        taken = [
-            Step("What this machine is", ["env", "--json"]),
-            Step("Fails", ["bench", "step", "--mesh", "tp=0", *small]),
-            Step("Hangs", ["generate", "--prompt", "a red circle", "--steps", "90000", "--out", str(self.out)]),
-            Step("Works", ["bench", "step", "--mesh", "tp=1", *small, "--json", JSON, "--config", *tiny]),
-        ]
-        with mock.patch.object(validate, "steps", return_value=taken):
-            code, printed, steps, page = self.validate("--timeout", "30")
-        assert code == 1 and "2 of 4 passed" in printed, printed
-        assert [step["code"] for step in steps] == [0, 2, None, 0]
-        assert steps[0]["results"]["packages"]["torch"] and steps[3]["results"]["rows"][0]["name"] == "one rank"
+        code, printed, steps, page = self.validate_these(
+            [
+                Step("What this machine is", ["env", "--json"]),
+                Step("Fails", ["bench", "step", "--mesh", "tp=0", *small]),
+                Step("Works", ["bench", "step", "--mesh", "tp=1", *small, "--json", JSON, "--config", *tiny]),
+            ]
+        )
+        assert code == 1 and "2 of 3 passed" in printed, printed
+        assert [step["code"] for step in steps] == [0, 2, 0]
+        assert steps[0]["results"]["packages"]["torch"] and steps[2]["results"]["rows"][0]["name"] == "one rank"
         assert "--mesh tp=0" in steps[1]["said"]
-        for line in ("| Fails | FAILED (exit code 2)", "| Hangs | did not end", "| Works | passed", "relative L2"):
+        for line in ("| Fails | FAILED (exit code 2)", "| Works | passed", "relative L2"):
             assert line in page, page
         assert "results.json" not in page and JSON not in page
+
+    def test_what_hangs_is_given_up(self):
+        endless = Step("Hangs", ["generate", "--prompt", "a red circle", "--steps", "90000", "--out", str(self.out)])
+        code, printed, steps, page = self.validate_these([endless], "--timeout", "10")
+        assert code == 1 and "0 of 1 passed" in printed and "| Hangs | did not end" in page, page
+        assert steps[0]["code"] is None and 10 <= steps[0]["seconds"] < 60
 
     def test_meshes(self):
         assert validate.meshes(1) == []

@@ -87,6 +87,7 @@ class TestTwoLaunchers(Launchers):
         meet = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--port", free_port(), "--node-timeout", "120")
         return [self.start(node, *meet, "--node-rank", str(node), *arguments) for node in (0, 1)]
 
+    @slow  # as two hosts do below
     def test_from_end_to_end(self):
         logs = self.folder / "logs"
         self.check_pictures(*self.nodes("--gpus", "1", "--steps", "2", "--verbose", "--log-dir", str(logs)))
@@ -152,6 +153,7 @@ class TestSlurm(Launchers):
         arguments = ("--tp", "2", "--steps", "2", "--port", port)
         self.check_pictures(*(self.start(node, *arguments, **slurm, SLURM_NODEID=str(node)) for node in (0, 1)))
 
+    @slow
     def test_one_task_a_rank(self):
         port = free_port()
         slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost"}

@@ -1,6 +1,5 @@
 """Nodes compared with each other: real ranks, real processes of theirs."""
 
-import os
 from dataclasses import asdict, replace
 from unittest import mock
 
@@ -45,7 +44,6 @@ def findings(*arguments) -> dict[str, Finding]:
 
 
 class TestAcrossNodes:
-    @pytest.mark.skipif(os.environ.get("RUN_SLOW") != "1", reason="slow: tests/commands/test_doctor.py has two nodes")
     def test_alike_and_working(self):
         found = findings("", {"diffusers": "0.42.1"}, {})
         for name in ("clocks", "versions", "settings", "collectives", "bandwidth"):
