@@ -1,5 +1,6 @@
 """Nodes compared with each other: real ranks, real processes of theirs."""
 
+import os
 from dataclasses import asdict, replace
 from unittest import mock
 
