@@ -67,7 +67,8 @@ def predict(
         found.communication[axis] = found.communication.get(axis, 0.0) + waited
         if exchange.hidden:
             hidden[axis] = hidden.get(axis, 0.0) + seconds
-            found.other += count * 2 * exchange.sent / gpu.fused  # its copies are made by the units that compute
+            # Copies are made by the units that compute: out of memory, through a buffer of the library, and into it.
+            found.other += count * 4 * exchange.sent / gpu.fused
     for axis, seconds in hidden.items():
         size = axis_size(axis, degrees)
         beside = found.attention * (size - 1) / size  # the last part's attention has nothing to hide
