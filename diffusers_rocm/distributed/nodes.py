@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import psutil
 import torch
@@ -129,7 +130,7 @@ class Meeting:
         store.set(f"node/{nodes.rank}", json.dumps(own))
         while missing := [str(node) for node in range(nodes.count) if not store.check([f"node/{node}"])]:
             if time.monotonic() > self._deadline:
-                raise NodesFailed(
+                self._give_up(
                     f"waited {nodes.timeout:g} s at {nodes.endpoint} for node {', '.join(missing)} of {nodes.count}: "
                     "is the command running there, with this --master-addr? --node-timeout waits longer"
                 )
@@ -138,8 +139,12 @@ class Meeting:
         for name in ("nodes", "ranks a node", "diffusers_rocm", "torch"):
             for node, each in enumerate(came):
                 if each[name] != came[0][name]:
-                    raise NodesFailed(f"{name}: {came[0][name]} on node 0, and {each[name]} on node {node}")
+                    self._give_up(f"{name}: {came[0][name]} on node 0, and {each[name]} on node {node}")
         return came
+
+    def _give_up(self, message: str) -> NoReturn:
+        self._leave()
+        raise NodesFailed(message)
 
     def _name(self, node: int) -> str:
         return f"node {node} ({self._hosts[node]})"
@@ -188,17 +193,22 @@ class Meeting:
         return self.cause or cause.text
 
     def close(self) -> None:
-        """Leave; node 0 is the last, for the others to read what it has to say."""
+        """Stop watching, and leave."""
         self._interrupts = False
         self._stop.set()
         self._thread.join()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Node 0, which has the store, is the last to leave: the others read there what it has to say."""
         with suppress(RuntimeError):
             self._store.set(f"ended/{self._nodes.rank}", "")
-            others = set(range(1, self._nodes.count) if self._nodes.rank == 0 else ())
-            deadline = time.monotonic() + PATIENCE
-            while others and time.monotonic() < deadline:
-                others = {node for node in others if not self._store.check([f"ended/{node}"])}
+            nodes, deadline = range(self._nodes.count), time.monotonic() + PATIENCE
+            while self._nodes.rank == 0 and time.monotonic() < deadline and any(map(self._is_here, nodes)):
                 time.sleep(0.1)
+
+    def _is_here(self, node: int) -> bool:
+        return self._store.check([f"node/{node}"]) and not self._store.check([f"ended/{node}"])
 
 
 def _own_address(towards: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import socket
@@ -17,10 +18,12 @@ from unittest import mock
 
 import numpy as np
 import psutil
+import torch
 from parameterized import parameterized
 from PIL import Image
+from torch.distributed import TCPStore
 
-from diffusers_rocm import commands
+from diffusers_rocm import __version__, commands
 from diffusers_rocm.distributed.nodes import Meeting, Nodes, NodesFailed
 from diffusers_rocm.distributed.slurm import first_host, slurm_nodes, slurm_rank
 
@@ -239,6 +242,19 @@ class TestMeeting(unittest.TestCase):
         port = int(free_port())
         told = self.meet(*((Nodes(2, node, "127.0.0.1", port, 20.0), 1 + node) for node in (0, 1)))
         assert told == ["ranks a node: 1 on node 0, and 2 on node 1"] * 2
+
+    def test_node_0_waits_until_the_others_have_read(self):
+        port = int(free_port())
+        own = json.dumps({"nodes": 2, "ranks a node": 2, "diffusers_rocm": __version__, "torch": torch.__version__})
+        with ThreadPoolExecutor(1) as pool:
+            node_0 = pool.submit(self.meet, (Nodes(2, 0, "127.0.0.1", port, 20.0), 1))
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            store.set("node/1", own)
+            store.get("ended/0")  # it knows by now that this node was started differently
+            time.sleep(0.5)
+            assert not node_0.done() and json.loads(store.get("node/0"))["ranks a node"] == 1
+            store.set("ended/1", "")
+            assert node_0.result(timeout=5) == ["ranks a node: 1 on node 0, and 2 on node 1"]
 
     def test_two_nodes_of_one_rank(self):
         port = int(free_port())
