@@ -1,22 +1,20 @@
 """What each collective of a model's step takes on this machine's links, at the size that the model sends."""
 
-import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed import collectives, init
+from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..models._modeling_parallel import ParallelConfig
+from .collective_calls import collective_calls
 from .known_models import KNOWN_MODELS, build, inputs
 from .step import Clock, StepRequest, parse_mesh
 
@@ -52,35 +50,11 @@ class Collective:
 
 @dataclass
 class _Call:
+    """One that was made, and how to make it again, in buffers of its own."""
+
     name: str
     sent: int
     again: Callable[[], Any]
-
-
-@contextlib.contextmanager
-def recorded(calls: list[_Call]) -> Iterator[None]:
-    """What is exchanged in here, each with how to do so again, in buffers of its own."""
-
-    def record(name: str, original: Callable[..., Any], sends: int) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            given = [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in args]
-            quietly = {key: value for key, value in kwargs.items() if key != "async_op"}
-            calls.append(_Call(name, args[sends].nbytes, functools.partial(original, *given, **quietly)))
-            return original(*args, **kwargs)
-
-        return recording
-
-    with contextlib.ExitStack() as stack:
-        for name, owner, attribute, sends in (
-            ("all-reduce", dist, "all_reduce", 0),
-            ("all-gather", collectives, "_all_gather", 1),
-            ("all-to-all", dist, "all_to_all_single", 1),
-            ("broadcast", dist, "broadcast", 0),
-        ):
-            original = getattr(owner, attribute)
-            stack.enter_context(mock.patch.object(owner, attribute, record(name, original, sends)))
-        yield
 
 
 @torch.no_grad()
@@ -97,7 +71,14 @@ def measure_comm(request: StepRequest) -> list[Collective]:
     model.enable_parallelism(config=ParallelConfig(**parse_mesh(request.meshes[0])))
     model(**given)  # what is exchanged once, in the first forward
     calls: list[_Call] = []
-    with recorded(calls):
+
+    def record(name: str, sent: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        own = [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in args]
+        quietly = {key: value for key, value in kwargs.items() if key != "async_op"}
+        calls.append(_Call(name, sent, functools.partial(original, *own, **quietly)))
+        return original(*args, **kwargs)
+
+    with collective_calls(record):
         model(**given)
     # Ranks send unevenly; which calls are alike must be the same for all.
     sent = all_gather_int64(torch.tensor([call.sent for call in calls], dtype=torch.int64), world).T.tolist()

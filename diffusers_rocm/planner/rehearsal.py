@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from ..benchmarks.collective_calls import collective_calls
 from ..benchmarks.known_models import KnownModel, Size, inputs
-from ..distributed import collectives
 from ..distributed.mesh import AXES
 from ..models import modeling_utils
 from ..models._modeling_parallel import ParallelConfig
@@ -124,7 +124,8 @@ def rehearse(
         held = [*model.parameters(), *model.buffers()]
         ledger.weights = sum(x.nbytes for x in {id(x): x for x in held}.values())
         ledger.linears = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
-        with without_values, torch.no_grad(), _Count(ledger, held) as count, _exchanges_noted(ledger, names):
+        noted = collective_calls(functools.partial(_note_exchange, ledger, names))
+        with without_values, torch.no_grad(), _Count(ledger, held) as count, noted:
             _repeat_equal_blocks(model, ledger)
             (output,) = model(**given)
         ledger.activations, ledger.output = count.most, output.nbytes
@@ -268,32 +269,23 @@ def _cost(
     return "matmul", flops, (rows, columns, flops // (2 * rows * columns))
 
 
-@contextlib.contextmanager
-def _exchanges_noted(ledger: Ledger, names: Mapping[str, str]) -> Iterator[None]:
-    """Note what is exchanged in here; nothing is sent."""
-
-    def note(kind: str, original: Callable[..., Any], sends: int) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def noting(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
-            sent, what = args[sends].nbytes, kind
-            if kind == "all-to-all":
-                counts = args[3]
-                sent -= counts[dist.get_rank(group)] * args[sends].element_size()  # what stays here
-                what = "hop" if len(counts) > 2 and sum(map(bool, counts)) == 1 else kind
-            ledger.exchanges[Exchange(what, names[group.group_name], sent, async_op)] += 1
-            return mock.Mock() if async_op else None
-
-        return noting
-
-    with contextlib.ExitStack() as stack:
-        for kind, owner, attribute, sends in (
-            ("all-reduce", dist, "all_reduce", 0),
-            ("all-gather", collectives, "_all_gather", 1),
-            ("all-to-all", dist, "all_to_all_single", 1),
-            ("broadcast", dist, "broadcast", 0),
-        ):
-            stack.enter_context(mock.patch.object(owner, attribute, note(kind, getattr(owner, attribute), sends)))
-        yield
+def _note_exchange(
+    ledger: Ledger,
+    names: Mapping[str, str],
+    kind: str,
+    sent: int,
+    original: Callable[..., Any],
+    *args: Any,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Nothing is sent."""
+    if kind == "all-to-all":
+        counts = args[3]
+        sent -= counts[dist.get_rank(group)] * args[1].element_size()  # what stays here
+        kind = "hop" if len(counts) > 2 and sum(map(bool, counts)) == 1 else kind
+    ledger.exchanges[Exchange(kind, names[group.group_name], sent, async_op)] += 1
+    return mock.Mock() if async_op else None
 
 
 def _repeat_equal_blocks(model: ModelMixin, ledger: Ledger) -> None:

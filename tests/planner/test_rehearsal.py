@@ -10,7 +10,7 @@ import torch
 from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.benchmarks.comm import recorded
+from diffusers_rocm.benchmarks.collective_calls import collective_calls
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
 from diffusers_rocm.planner import rehearsal
 from diffusers_rocm.planner.rehearsal import Ledger, rehearse
@@ -58,11 +58,16 @@ def exchanges_of_a_rank(name: str, degrees: dict[str, int], rotate_method: str) 
     model = build(known, TINY[name], torch.device("cpu"), torch.float32)
     given = inputs(known, size, model, torch.float32)
     model.enable_parallelism(config=ParallelConfig(**degrees, rotate_method=rotate_method))
-    calls: list = []
-    with torch.no_grad(), recorded(calls):
+    calls: Counter[str] = Counter()
+
+    def count(name, sent, original, *args, **kwargs):
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    with torch.no_grad(), collective_calls(count):
         model(**given)
     weights = [*model.parameters(), *model.buffers()]
-    return dict(Counter(call.name for call in calls)), sum(x.nbytes for x in weights)
+    return dict(calls), sum(x.nbytes for x in weights)
 
 
 class TestRehearsal(unittest.TestCase):
