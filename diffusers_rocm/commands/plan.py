@@ -20,7 +20,7 @@ from ..pipelines.quantization import QUANTIZATIONS
 from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
 from ..planner.measure import measure
 from ..planner.search import RESERVED, WEIGHT_BYTES, Candidate, Dropped, Machine, one_gpu, search
-from ..planner.subject import SUBJECTS, Subject, find_subject
+from ..planner.subject import SUBJECTS, Subject, find_subject, known_subject
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,8 @@ def _amount(text: str | None, flag: str, unit: str) -> float | None:
 
 def _explained(model: str, tp: int, dtype: str) -> PlanReport:
     """Of any model with a plan. Raises ValueError."""
-    short = model.lower()
-    known = next((each for key, each in SUBJECTS.items() if short in (key, each.name.lower())), None)
-    if known is not None:
-        cls, config = getattr(diffusers, known.known.cls), {**known.known.config, **known.config}
+    if (subject := known_subject(model)) is not None:
+        cls, config = getattr(diffusers, subject.known.cls), {**subject.known.config, **subject.config}
     else:
         folder = ModelFolder(model)
         cls, config = getattr(diffusers, folder.denoiser_class), folder.denoiser_config()

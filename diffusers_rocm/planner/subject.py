@@ -144,15 +144,19 @@ SUBJECTS = {
 }
 
 
+def known_subject(model: str) -> Subject | None:
+    """The one of this short name or id on the Hub."""
+    return next((each for short, each in SUBJECTS.items() if model.lower() in (short, each.name.lower())), None)
+
+
 def find_subject(model: str) -> Subject:
     """A pipeline that is known by a short name or its id on the Hub; else one in a folder, or on the Hub if online.
 
     Raises:
         ValueError: there is no such pipeline, or one whose transformer is not among the known classes.
     """
-    for short, subject in SUBJECTS.items():
-        if model.lower() in (short, subject.name.lower()):
-            return subject
+    if (subject := known_subject(model)) is not None:
+        return subject
     folder = ModelFolder(model)
     for each in SUBJECTS.values():
         if each.known.cls == folder.denoiser_class:
