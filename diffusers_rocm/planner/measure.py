@@ -8,7 +8,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -18,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..distributed import collectives, init
+from ..benchmarks.step import Clock
+from ..distributed import init
 from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_stacked
 from ..distributed.launching import end_rank, launch
 from .hardware import GPU, Links, find_gpu
 
@@ -93,7 +94,7 @@ def _of_device(device: torch.device) -> Measured:
     mask[..., -rows // 8 :] = False
     large = torch.randn((1 << 28 if on_gpu else 1 << 24), device=device, dtype=dtype)
     small, into = torch.zeros(1, device=device), torch.empty_like(large)
-    seconds = functools.partial(_seconds, device)
+    seconds = functools.partial(_seconds, Clock(device))
     attention = 4 * heads * rows**2 * 128
     return Measured(
         name=torch.cuda.get_device_name(device) if on_gpu else "CPU",
@@ -108,30 +109,27 @@ def _of_device(device: torch.device) -> Measured:
     )
 
 
-def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    return statistics.median(once() for _ in range(REPEATS))
+def _seconds(clock: Clock, run: Callable[[], object]) -> float:
+    run()
+    clock.sync()
+    return statistics.median(clock.milliseconds(run) for _ in range(REPEATS)) / 1e3
 
 
 @record
 def _measure_links(file: Path) -> None:
-    device = init(timeout=timedelta(minutes=2))
-    found, world = _of_device(device), Axis.of_all()
-    part = torch.zeros(7_077_888, dtype=torch.bfloat16, device=device)  # FLUX.1's activations at 1024 x 1024, of four
-    taken = _seconds(device, lambda: [collectives.all_gather_stacked(part, world) for _ in range(IN_A_ROW)]) / IN_A_ROW
-    found = replace(found, link=part.nbytes * (world.size - 1) / max(taken - Links(1, 1).latency, 1e-6))
+    device, world = init(timeout=timedelta(minutes=2)), Axis.of_all()
+    found = replace(_of_device(device), link=_link(device, world))
     if world.rank == 0:
         file.write_text(json.dumps(asdict(found)))
     end_rank()
+
+
+def _link(device: torch.device, world: Axis) -> float:
+    """Bytes a second that each rank gives to each other; every rank calls it."""
+    numel = 7_077_888 if device.type == "cuda" else 442_368  # a quarter of FLUX.1's activations at 1024 x 1024; at 256
+    part = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    in_a_row = _seconds(Clock(device), lambda: [all_gather_stacked(part, world) for _ in range(IN_A_ROW)])
+    return part.nbytes * (world.size - 1) / max(in_a_row / IN_A_ROW - Links(1, 1).latency, 1e-6)
 
 
 if __name__ == "__main__":
