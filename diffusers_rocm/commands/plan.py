@@ -83,7 +83,7 @@ def check(args: argparse.Namespace) -> PlanRequest:
         raise ValueError("this machine has no GPUs to plan for: give --gpus 4, say")
     if args.measure and (args.gpu or under_torchrun()):
         raise ValueError("--measure measures the GPUs that are here, in one process: without --gpu and torchrun")
-    gpu = find_gpu(args.gpu)
+    gpu = find_gpu("H200" if args.measure else args.gpu)  # what is measured takes its place
     inside = _amount(args.link, "--link", "B/s") or gpu.link
     between = _amount(args.internode, "--internode", "B/s") or min(inside, BETWEEN_NODES)
     memory = _amount(args.memory, "--memory", "B") or gpu.memory

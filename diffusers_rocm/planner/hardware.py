@@ -49,8 +49,8 @@ class Links:
     latency: float = 15e-6
 
 
-# Bytes a second of each GPU, by a network adapter of its own of 400 Gb/s.
-BETWEEN_NODES = 50e9
+# Bytes a second of each GPU: by a network adapter of its own of 400 Gb/s; by PCIe 4.0 x16, through a host's memory.
+BETWEEN_NODES, PCIE = 50e9, 12e9
 
 
 def to_one_neighbour(rate: float) -> float:
@@ -101,14 +101,17 @@ GPUS = {
 
 
 def find_gpu(name: str | None) -> GPU:
-    """The GPU of this name; without one, this machine's, else a Radeon of 16 GB, whose owners need a plan most.
+    """The GPU of this name; without one, this machine's, and where it has none a Radeon of 16 GB.
 
     Raises:
         ValueError: none is known by the name.
     """
     if name is None:
         here = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "RX 7800 XT"
-        return next((gpu for gpu in GPUS.values() if _plain(gpu.name) in _plain(here)), GPUS["RX 7800 XT"])
+        for gpu in GPUS.values():
+            if _plain(gpu.name) in _plain(here):
+                return gpu
+        raise ValueError(f"what {here} reaches is not known: measure it with --measure, or name one like it as --gpu")
     asked = _plain(name)
     found = [gpu for gpu in GPUS.values() if asked and asked in _plain(gpu.name)]
     exact = [gpu for gpu in found if f" {gpu.name}".lower().endswith(f" {name}".lower()) or _plain(gpu.name) == asked]

@@ -5,6 +5,7 @@ import sys
 import unittest
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 from parameterized import parameterized
@@ -16,6 +17,8 @@ from diffusers_rocm.planner.rehearsal import Exchange, Ledger, Work
 from diffusers_rocm.planner.search import RESERVED, Machine, search
 from diffusers_rocm.planner.stages import encoder_bytes
 from diffusers_rocm.planner.subject import SUBJECTS, find_subject
+
+from ..testing_utils import message_of
 
 
 CHECK = Path(__file__).parents[2] / "utils" / "check_planner.py"
@@ -129,6 +132,11 @@ class TestSearch(unittest.TestCase):
     def test_gpus_by_name(self):
         assert find_gpu("7800 xt").name == find_gpu("rx7800xt").name == "RX 7800 XT"
         assert find_gpu("7900 XTX").name == "RX 7900 XTX" and find_gpu("MI300X").units == 304
+        with mock.patch("torch.cuda.is_available", return_value=True):
+            with mock.patch("torch.cuda.get_device_name", return_value="AMD Radeon RX 7900 XT"):
+                assert find_gpu(None).name == "RX 7900 XT"
+            with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA T4"):
+                assert "what NVIDIA T4 reaches is not known: measure it" in message_of(find_gpu, None)
         for name, said in (("7900", "which of RX 7900 XTX, RX 7900 XT"), ("Voodoo", "unknown"), ("", "unknown")):
             with self.assertRaisesRegex(ValueError, said):
                 find_gpu(name)
