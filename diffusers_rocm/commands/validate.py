@@ -137,6 +137,7 @@ def steps(request: ValidateRequest, quick: bool) -> Iterator[Step]:
 
 def run(request: ValidateRequest, args: argparse.Namespace, argv: list[str]) -> int:
     done: list[Step] = []
+    report = request.out / "report"
     for step in steps(request, args.quick):
         print(f"{step.title} ...", end=" ", flush=True)
         _take(step, args.timeout)
@@ -144,9 +145,9 @@ def run(request: ValidateRequest, args: argparse.Namespace, argv: list[str]) -> 
         print(f"{_verdict(step)}, {step.seconds:.0f} s", flush=True)
         if not step.passed:
             print(f"  {step.command}\n  {(step.said.splitlines() or [''])[-1]}", flush=True)
-    report = request.out / "report"
-    report.with_suffix(".json").write_text(json.dumps([asdict(step) for step in done], indent=1) + "\n")
-    report.with_suffix(".md").write_text(_markdown(request, done))
+        # After each: a machine that hangs leaves a report of what came before.
+        report.with_suffix(".json").write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
+        report.with_suffix(".md").write_text(_markdown(request, done))
     failed = [step for step in done if not step.passed]
     print(
         f"{len(done) - len(failed)} of {len(done)} passed: {report.with_suffix('.md')}, {report.with_suffix('.json')}"
