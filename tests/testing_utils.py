@@ -1,17 +1,21 @@
 """Ranks for tests: real processes and real collectives, kept between cases so that the suite stays fast."""
 
 import atexit
+import io
 import os
+import signal
 import subprocess
 import tempfile
 import time
 import traceback
 import unittest
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +45,20 @@ def message_of(function: Callable, *args: Any, **kwargs: Any) -> str:
     message = str(caught.value)
     assert "\n" not in message, message
     return message
+
+
+def in_process(run: Callable[[], int]) -> subprocess.CompletedProcess:
+    """What a command, or a launcher, says in this process, which has imported everything; its ranks are their own."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with redirect_stdout(out), redirect_stderr(err), mock.patch.dict(os.environ):
+            code = run()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    said, errors = (stream.buffer.getvalue().decode() for stream in (out, err))
+    return subprocess.CompletedProcess([], code, said, errors)
 
 
 class TwoHosts(unittest.TestCase):

@@ -109,8 +109,9 @@ def _config(nodes: Nodes, meeting: Meeting | None, local: int, restarts: int, fo
     PContext.close.__defaults__ = (None, int(patience))
     # A rank whose NCCL or RCCL timed out spends four times this on a dump before it ends: a minute, by default.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "2000")
-    # Ranks that are started anew in the launcher's own store find there what those before them left, and hang.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Ranks that are started anew in the launcher's own store find there what those before them left, and hang. A store
+    # of their own opens a port that was free when the launcher looked, seconds before, and may be taken by then.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1" if restarts else "0"
     options = {"local_addr": "localhost"}
     if meeting is not None:
         if meeting.interface is not None:

@@ -26,15 +26,14 @@ from diffusers_rocm.commands import generate as generate_command
 from diffusers_rocm.pipelines.generation import file_stem
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
 
-from ..testing_utils import slow
+from ..testing_utils import in_process, slow
 
 
 RED_CIRCLE = "a red circle on a blue background"
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "diffusers_rocm", "generate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment})
+def run(*arguments: str | int | Path) -> subprocess.CompletedProcess:
+    return in_process(lambda: commands.main(["generate", *map(str, arguments)]))
 
 
 def pixels(folder: Path) -> list[np.ndarray]:
@@ -91,6 +90,7 @@ class TestGenerate(unittest.TestCase):
         assert len(record["peak_memory_bytes"]) == 3 and min(record["peak_memory_bytes"]) > 1e8
         assert record["load_seconds"] > 0 and record["versions"]["torch"] == torch.__version__
 
+    @slow
     def test_seeds_over_replicas(self):
         common = ("--prompt", RED_CIRCLE, "--prompt", "a large green star", "--steps", 2)
         for name, options in {
@@ -160,6 +160,7 @@ class TestGenerate(unittest.TestCase):
         (picture,) = pixels(self.folder / name)
         return picture.astype(int)
 
+    @slow
     def test_the_ranks_share_the_tiles_of_the_vae(self):
         encoders = ("--text-encoders", "text_encoder=first-rank", "text_encoder_2=shard")
         tiled = self.draw("tiled", "--vae-tiling", "--vae-slicing")

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import subprocess
 import sys
 import tempfile
 import unittest
@@ -22,7 +21,7 @@ from diffusers_rocm import commands
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import slow
+from ..testing_utils import in_process, slow
 
 
 class WanWithImageTesterConfig(WanTransformerTesterConfig):
@@ -56,14 +55,8 @@ def save_wan(folder: Path, from_image: bool) -> None:
 
 
 def generate(*arguments) -> None:
-    """In a process of its own, which starts the ranks."""
-    command = [sys.executable, "-m", "diffusers_rocm", "generate", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    result = in_process(lambda: commands.main(["generate", *map(str, arguments)]))
     assert result.returncode == 0, result.stderr
-
-
-def generate_here(*arguments) -> None:
-    assert commands.main(["generate", *map(str, arguments)]) == 0
 
 
 def frames(file: Path) -> np.ndarray:
@@ -91,7 +84,7 @@ class TestGenerateVideo(unittest.TestCase):
         if from_image:
             Image.new("RGB", (48, 32), "red").save(self.folder / "first.png")
             common += ["--image", self.folder / "first.png"]
-        generate_here(*common, "--out", self.folder / "one")
+        generate(*common, "--out", self.folder / "one")
         generate(*common, *mesh, "--out", self.folder / "four")
         made = {name: sorted((self.folder / name).glob("*.mp4")) for name in ("one", "four")}
         assert imageio.get_reader(made["four"][0]).get_meta_data()["fps"] == 8
@@ -120,7 +113,7 @@ class TestGenerateVideo(unittest.TestCase):
         Image.new("RGB", (128, 128), "blue").save(self.folder / "blue.png")
         common = ["--prompt", "a red circle on a blue background", "--seed", 0, "--steps", 4]
         common += ["--image", self.folder / "blue.png"]
-        generate_here(*common, "--out", self.folder / "1")
+        generate(*common, "--out", self.folder / "1")
         generate(*common, "--tp", 2, "--out", self.folder / "2")
         (one,), (two,) = ((self.folder / name).glob("*.png") for name in "12")
         assert json.loads(one.with_suffix(".json").read_text())["config"]["pipeline"] == "FluxImg2ImgPipeline"

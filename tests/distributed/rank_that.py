@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main(what: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    print(f"rank {rank} has pid {os.getpid()}", flush=True)
+    print(f"rank {rank} has pid {os.getpid()} and begins at {time.time()}", flush=True)
     time.sleep(1 - rank)  # rank 0 is the last to say it, and is still the one that is heard
     warnings.warn("the same on every rank", UserWarning, stacklevel=1)
     if rank == 1:

@@ -12,14 +12,16 @@ import unittest
 import pytest
 from parameterized import parameterized
 
-from diffusers_rocm.distributed.launching import check_port
+from diffusers_rocm.distributed.launching import check_port, launch
+
+from ..testing_utils import in_process, slow
 
 
-def start(*what: str, module: str = "tests.distributed.rank_that", world: int = 2, **options) -> subprocess.Popen:
-    code = (
-        "import sys; from diffusers_rocm.distributed.launching import launch; "
-        f"sys.exit(launch({world}, {[module, *what]}))"
-    )
+RANK = "tests.distributed.rank_that"
+
+
+def start(what: str, **options) -> subprocess.Popen:
+    code = f"import sys; from diffusers_rocm.distributed.launching import launch; sys.exit(launch(2, {[RANK, what]}))"
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
@@ -40,9 +42,9 @@ def pids(text: str) -> list[int]:
 
 class TestLaunch(unittest.TestCase):
     def test_a_run_that_ends(self):
-        process = start("ends")
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
+        result = in_process(lambda: launch(2, [RANK, "ends"]))
+        out, err = result.stdout, result.stderr
+        assert result.returncode == 0, err
         assert re.search(r"^rank 0 has pid", out, re.M) and re.search(r"^\[rank 1\] rank 1 has pid", out, re.M), out
         assert "[rank 1] said by rank 1 alone" in err
         # The warning has two lines on each rank, and is printed once.
@@ -57,18 +59,23 @@ class TestLaunch(unittest.TestCase):
         ]
     )
     def test_a_rank_that_fails_ends_the_run_and_has_the_last_word(self, what, last_line):
-        process = start(what)
-        out = "".join(process.stdout.readline() for _ in range(2))
-        started = time.monotonic()
-        _, err = process.communicate(timeout=120)
-        assert time.monotonic() - started < 20
-        assert process.returncode == 1, (out, err)
+        result = in_process(lambda: launch(2, [RANK, what]))
+        out, err = result.stdout, result.stderr
+        began = max(map(float, re.findall(r"begins at (\S+)", out)))
+        assert time.time() - began < 20
+        assert result.returncode == 1, (out, err)
         assert re.search(last_line, err.strip().splitlines()[-1]), err
         assert "SIGTERM" not in err, err
         assert len(pids(out)) == 2 and not any(alive(pid) for pid in pids(out))
 
-    @parameterized.expand([(signal.SIGINT,), (signal.SIGTERM,)])
-    def test_an_interrupt_leaves_no_process_behind(self, number):
+    def test_being_ended_leaves_no_process_behind(self):
+        self.check_interrupt(signal.SIGTERM)
+
+    @slow  # a terminal's reaches the ranks as well, below
+    def test_an_interrupt_leaves_no_process_behind(self):
+        self.check_interrupt(signal.SIGINT)
+
+    def check_interrupt(self, number: signal.Signals) -> None:
         process = start("hangs")
         lines = [process.stdout.readline() for _ in range(2)]
         started = pids("".join(lines))

@@ -8,8 +8,10 @@ import unittest
 import pytest
 from parameterized import parameterized
 
-from ..distributed.test_launching import alive, pids, start
-from ..testing_utils import run_ranks, slow
+from diffusers_rocm.distributed.launching import launch
+
+from ..distributed.test_launching import alive, pids
+from ..testing_utils import in_process, run_ranks, slow
 from .faulty_rank import run
 
 
@@ -73,12 +75,11 @@ class TestRankFaults(unittest.TestCase):
         """Start real ranks of which the last has a fault; check all that the user sees of it."""
         world = 4 if len(degrees) > 1 else 2
         arguments = (fault, json.dumps(degrees), str(world - 1), str(TIMEOUT))
-        process = start(*arguments, module="tests.hooks.faulty_rank", world=world)
-        self.addCleanup(process.terminate)  # and with it, its ranks
-        out, err = process.communicate(timeout=150)
+        result = in_process(lambda: launch(world, ["tests.hooks.faulty_rank", *arguments]))
+        out, err = result.stdout, result.stderr
         began = max(map(float, re.findall(r"begins at (\S+)", out)), default=0.0)
         assert time.time() - began < TIMEOUT + 20, err
-        assert process.returncode == 1, err
+        assert result.returncode == 1, err
         assert re.fullmatch("diffusers-rocm: " + last_line.format(faulty=world - 1), err.strip().splitlines()[-1]), err
         if fault == "SIGSTOP":  # the error itself is there as well
             assert "Timed out waiting 8000ms" in err, err

@@ -176,6 +176,7 @@ def pipeline_worker(degrees: dict[str, int]) -> tuple[float, int]:
     def pictures(pipe: DiffusionPipeline) -> torch.Tensor:
         pipe.set_progress_bar_config(disable=True)
         arguments = {"num_inference_steps": 5, "output_type": "pt", "generator": torch.Generator().manual_seed(0)}
+        arguments |= {"height": 64, "width": 64, "max_sequence_length": 16}
         return pipe("a red circle", negative_prompt="a blue square", true_cfg_scale=3.0, **arguments).images
 
     wanted = pictures(DiffusionPipeline.from_pretrained(EMBEDDED_MODEL))

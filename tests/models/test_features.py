@@ -12,6 +12,7 @@ from parameterized import parameterized
 pytest.importorskip("torchao", minversion="0.15.0")
 pytest.importorskip("peft")
 
+from ..testing_utils import slow  # noqa: E402
 from .testing_utils.features import DYNAMIC, FEATURES, KINDS, MESHES, PIPELINES, run  # noqa: E402
 from .testing_utils.parallelism import FLOAT32_BAR  # noqa: E402
 
@@ -20,9 +21,21 @@ from .testing_utils.parallelism import FLOAT32_BAR  # noqa: E402
 QUALITY_BAR = 1.1
 
 
+ALL = "TP 2 x Ulysses 2"
+OTHERS = [mesh for mesh in MESHES if mesh != ALL]
+
+
 class TestFeatures(unittest.TestCase):
-    @parameterized.expand(itertools.product(FEATURES, MESHES))
-    def test_feature(self, name, mesh):
+    @parameterized.expand(FEATURES)
+    def test_feature(self, name):
+        self.check(name, ALL)
+
+    @parameterized.expand(itertools.product(FEATURES, OTHERS))
+    @slow
+    def test_feature_on_another_mesh(self, name, mesh):
+        self.check(name, mesh)
+
+    def check(self, name, mesh):
         feature = FEATURES[name]
         if "group offload" in name and Version(diffusers.__version__) < Version("0.42"):
             self.skipTest("diffusers before 0.42 offloads nothing without an accelerator")
@@ -47,8 +60,16 @@ class TestFeatures(unittest.TestCase):
             else:
                 assert result["not_whole"] == "" and result["whole"] <= FLOAT32_BAR, result
 
-    @parameterized.expand(itertools.product(PIPELINES, MESHES))
-    def test_pipeline(self, name, mesh):
+    @parameterized.expand(PIPELINES)
+    def test_pipeline(self, name):
+        self.check_pipeline(name, "TP 2")
+
+    @parameterized.expand([(name, mesh) for name in PIPELINES for mesh in MESHES if mesh != "TP 2"])
+    @slow
+    def test_pipeline_on_another_mesh(self, name, mesh):
+        self.check_pipeline(name, mesh)
+
+    def check_pipeline(self, name, mesh):
         for result in run(name, mesh):
             assert result["error"] <= FLOAT32_BAR, result
 

@@ -137,6 +137,7 @@ class PlanTesterMixin:
             assert error > 100 * FLOAT32_BAR, error
 
     @torch.no_grad()
+    @slow
     def test_every_shard_counts(self):
         """Parity says nothing of a shard that these inputs do not depend on."""
         model, inputs = self.config.get_model(), self.config.get_inputs(2)
