@@ -12,7 +12,7 @@ quantization = ["torchao>=0.15", "peft"]
 bench = ["matplotlib"]
 
 extras = {
-    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", *quantization, *video, *bench],
+    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", "gguf", *quantization, *video, *bench],
     "video": video,
     "quality": ["ruff"],
     "bench": bench,

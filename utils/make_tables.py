@@ -74,19 +74,25 @@ def flux_bytes() -> str:
 
 def features() -> str:
     """What can be had together."""
-    run = read("features")
+    run, of_gpus = read("features"), read("features_gpus")
     meshes = run["meshes"]
     lines = [f"| | {' | '.join(meshes)} | `save_pretrained` | `disable_parallelism` |", "|---|" + "---|" * 5]
-    for row in run["rows"]:
+    for row in run["rows"] + of_gpus["rows"]:
         of_rounding = "{:.2f} of the rounding" if row["rounds"] else "{:.1e}"
-        cells = ["an error" if row[mesh] is None else of_rounding.format(row[mesh]) for mesh in meshes]
+        cells = [
+            "an error" if row.get(mesh, 0) is None else of_rounding.format(row[mesh]) if mesh in row else "not run"
+            for mesh in meshes
+        ]
         for of in ("unsaved", "not_whole"):
             where = row.get(of, [])
             only = "" if where == meshes else f" ({', '.join(where)})"
             cells.append("" if row["of_pipeline"] else f"an error{only}" if where else "right")
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    ran = f"`python utils/run_features.py`; CPU, Gloo, {versions} (`docs/benchmarks/features.json`)."
+    cpu, gpus = (", ".join(f"{name} {each}" for name, each in of["versions"].items()) for of in (run, of_gpus))
+    ran = (
+        f"`python utils/run_features.py`; CPU, Gloo, {cpu} (`docs/benchmarks/features.json`). The last rows: with "
+        f"`--gpus`, in bfloat16, {gpus} (`features_gpus.json`)."
+    )
     return "\n".join([*lines, "", ran])
 
 

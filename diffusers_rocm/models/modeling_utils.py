@@ -18,7 +18,7 @@ from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.mesh import Axes
-from ..distributed.quantized import is_quantized, parts
+from ..distributed.quantized import parts
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import attention_modules, split_sequences
 from ..hooks.group_offload import check_weights_are_here, regroup
@@ -236,7 +236,8 @@ def wrap_disable_parallelism(original: Callable | None) -> Callable:
 def check_can_be_saved(model: nn.Module) -> None:
     """Raises ValueError where a parallel model cannot be made into a checkpoint."""
     check_weights_are_here(model, "save the model before it is offloaded")
-    if any(is_quantized(parameter) for parameter in model.parameters()):
+    # bitsandbytes and GGUF have parameters of their own, and keep beside them what they were rounded by.
+    if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
         raise ValueError(f"this {type(model).__name__} is quantised, and is not saved while it is parallel")
 
 

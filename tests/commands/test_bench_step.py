@@ -24,7 +24,7 @@ from diffusers_rocm.benchmarks.report import as_json, draw, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
 from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 
-from ..testing_utils import run_ranks
+from ..testing_utils import run_ranks, slow
 
 
 CPU = torch.device("cpu")
@@ -61,8 +61,7 @@ def as_rows(rows: list[Row]) -> list[tuple]:
     return [(row.name, row.mode, len(row.milliseconds), row.distance, row.note) for row in rows]
 
 
-def step_worker() -> list[tuple]:
-    modes = ("eager", "compile")
+def step_worker(*modes: str) -> list[tuple]:
     return as_rows(measure_step(request("tp=2", "tp=2,int8", modes=modes, peers=("cache-dit",))))
 
 
@@ -109,12 +108,19 @@ class TestKnownModels(unittest.TestCase):
 
 class TestBenchStep(unittest.TestCase):
     def test_rows(self):
+        self.check_rows("eager")
+
+    @slow
+    def test_rows_in_two_modes(self):
+        self.check_rows("eager", "compile")
+
+    def check_rows(self, *modes: str) -> None:
         """Every mesh in every mode, twice two times; a peer that is not installed is said, and not timed."""
         if importlib.util.find_spec("cache_dit") is not None:
             self.skipTest("cache-dit is installed")
         names = [ONE, "tp=2", "tp=2,int8", "cache-dit tp=2"]
-        for rows in run_ranks(2, step_worker):
-            assert [row[:2] for row in rows] == [(name, mode) for mode in ("eager", "compile") for name in names]
+        for rows in run_ranks(2, step_worker, *modes):
+            assert [row[:2] for row in rows] == [(name, mode) for mode in modes for name in names]
             for name, _, count, distance, note in rows:
                 if "cache-dit" in name:
                     assert (count, distance) == (0, None) and "No module named 'cache_dit'" in note, rows

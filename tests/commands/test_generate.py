@@ -124,7 +124,8 @@ class TestGenerate(unittest.TestCase):
         result = run("--prompt", RED_CIRCLE, "--steps", 1, "--tp", 2, "--port", port, "--out", self.folder)
         assert result.returncode == 0, result.stderr
 
-    def test_lora_negative_prompt_and_compile(self):
+    def lora(self) -> Path:
+        """Adapters that change the picture."""
         pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
         from peft import LoraConfig, get_peft_model_state_dict
 
@@ -135,25 +136,23 @@ class TestGenerate(unittest.TestCase):
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
         FluxPipeline.save_lora_weights(self.folder / "lora", get_peft_model_state_dict(pipe.transformer))
+        return self.folder / "lora"
 
-        common = ("--prompt", RED_CIRCLE, "--seed", "0", "--steps", "3")
-        cases = {
-            "plain": (),
+    def test_lora_and_negative_prompt(self):
+        plain = self.draw("plain")
+        for name, arguments in {
             "negative": ("--negative-prompt", "a green star on a white background", "--guidance", "3"),
-            "lora": ("--lora", str(self.folder / "lora")),
-        }
-        pictures = {}
-        for name, arguments in cases.items():
-            assert commands.main(["generate", *common, *arguments, "--out", str(self.folder / name)]) == 0
-            (pictures[name],) = pixels(self.folder / name)
-        for name in ("negative", "lora"):
-            assert np.abs(pictures[name].astype(int) - pictures["plain"]).max() > 5, f"{name} changes nothing"
-        result = run(*common, *cases["lora"], "--compile", "--tp", 2, "--out", self.folder / "compiled")
-        assert result.returncode == 0, result.stderr
-        (compiled,) = pixels(self.folder / "compiled")
-        assert np.abs(compiled.astype(int) - pictures["lora"]).max() <= 1
+            "lora": ("--lora", self.lora()),
+        }.items():
+            assert np.abs(self.draw(name, *arguments) - plain).max() > 5, f"{name} changes nothing"
 
-    def draw(self, name: str, *arguments: str) -> np.ndarray:
+    @slow
+    def test_lora_compiled(self):
+        arguments = ("--lora", self.lora())
+        compiled = self.draw("compiled", *arguments, "--compile", "--tp", 2)
+        assert np.abs(compiled - self.draw("lora", *arguments)).max() <= 1
+
+    def draw(self, name: str, *arguments: str | int | Path) -> np.ndarray:
         common = ("--prompt", RED_CIRCLE, "--seed", "0", "--steps", "1", "--height", "160", "--width", "136")
         result = run(*common, *arguments, "--out", self.folder / name)
         assert result.returncode == 0, result.stderr

@@ -119,6 +119,7 @@ class Feature:
     """What is done to a model before parallelism is enabled, and after.
 
     Attributes:
+        needs: a package.
         loads: the model is read from a checkpoint, by these arguments, parallel already.
         stored: the arguments of `save_pretrained` by which that was written.
         refused: part of what is said where weights are sharded, if it is not to be had there.
@@ -129,12 +130,50 @@ class Feature:
 
     before: tuple[Callable[[nn.Module], None], ...] = ()
     after: tuple[Callable[[nn.Module], None], ...] = ()
+    needs: str | None = None
     loads: dict[str, Any] | None = None
     stored: dict[str, Any] = dataclasses.field(default_factory=dict)
     refused: str | None = None
     rounds: bool = False
     unsaved: str | None = None
     not_whole: str | None = None
+
+
+def to_gguf(model: nn.Module) -> None:
+    """Linears of blocks as diffusers has them of a GGUF file, in 8 bits."""
+    import gguf
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for parent, name, linear in _linears_of_blocks(model):
+        made = GGUFLinear(linear.in_features, linear.out_features, linear.bias is not None, torch.float32)
+        packed = torch.from_numpy(gguf.quants.quantize(linear.weight.detach().numpy(), kind))
+        made.weight, made.bias = GGUFParameter(packed, quant_type=kind), linear.bias
+        setattr(parent, name, made)
+
+
+def to_bits(bits: int) -> Callable[[nn.Module], None]:
+    """Linears of blocks as diffusers has them with bitsandbytes."""
+
+    def change(model: nn.Module) -> None:
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+        for parent, name, linear in _linears_of_blocks(model):
+            size = linear.in_features, linear.out_features, linear.bias is not None
+            if bits == 8:
+                made = Linear8bitLt(*size, has_fp16_weights=False, threshold=6.0)
+            else:
+                made = Linear4bit(*size, quant_type="nf4", compute_dtype=torch.float32)
+            made.load_state_dict(linear.state_dict())
+            setattr(parent, name, made.to("cpu"))
+
+    return change
+
+
+def _linears_of_blocks(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    parents = [(path.rpartition("."), linear) for path, linear in found if "blocks" in path]
+    return [(model.get_submodule(parent), name, linear) for (parent, _, name), linear in parents]
 
 
 def by(kind: str) -> Callable[[nn.Module], None]:
@@ -178,6 +217,13 @@ FEATURES: dict[str, Feature] = {
         rounds=True,
         unsaved=QUANTIZED,
         not_whole=NOT_WHOLE,
+    ),
+    "GGUF, then parallel": Feature(before=(to_gguf,), needs="gguf", refused="GGUFLinear", unsaved=QUANTIZED),
+    "bitsandbytes in 8 bits, then parallel": Feature(
+        before=(to_bits(8),), needs="bitsandbytes", refused="Linear8bitLt", unsaved=QUANTIZED
+    ),
+    "bitsandbytes in 4 bits, then parallel": Feature(
+        before=(to_bits(4),), needs="bitsandbytes", refused="Linear4bit", unsaved=QUANTIZED
     ),
     "int8 and LoRA, then parallel": Feature(before=(by("int8"), lora), unsaved=QUANTIZED),
     "int8, then parallel, then LoRA": Feature(before=(by("int8"),), after=(lora,), unsaved=QUANTIZED),
@@ -224,10 +270,9 @@ def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
             change(whole)
         for change in feature.before:
             change(model)
-        model.enable_parallelism(config=ParallelConfig(**degrees))
-        for change in feature.after:
-            refused = _said(change, model)
-            if refused:
+        enable = functools.partial(model.enable_parallelism, config=ParallelConfig(**degrees))
+        for change in (enable, *(functools.partial(change, model) for change in feature.after)):
+            if refused := _said(change):
                 return {"refused": refused}
     exact, wanted, output = (config.get_output(each, inputs) for each in (plain, whole, model))
     result = {
@@ -243,7 +288,10 @@ def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
         whole.save_pretrained(own)
         found, other = (load_file(next(each.glob("*.safetensors"))) for each in (shared, own))
         same = found.keys() == other.keys()
-        result["saved"] = max(relative_l2(found[key], x) for key, x in other.items()) if same else torch.inf
+        differ = [key for key, x in other.items() if not torch.equal(found[key], x)] if same else []
+        result["saved"] = max(
+            (relative_l2(found[key], other[key]) for key in differ), default=0 if same else torch.inf
+        )
     elif not result["unsaved"]:
         again = config.model_class.from_pretrained(shared, **dtype)
         result["saved"] = relative_l2(config.get_output(again, inputs), wanted)
