@@ -1,0 +1,165 @@
+"""Try the patches of upstream_pr on diffusers' own source distribution, with this package out of reach.
+
+Each patch alone (with those it depends on), then all of them in their order: it applies, diffusers' own ruff settings
+find nothing in it, its tests pass, and they fail without the rest of it.
+
+python utils/check_upstream_patches.py [FOLDER ...]    all patches, or these and what they depend on; minutes, network
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+PATCHES = Path(__file__).parent.parent / "upstream_pr"
+TIMEOUT = 900
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A folder of upstream_pr.
+
+    Attributes:
+        depends_on: names of folders whose patches come first.
+        base: the version of diffusers that it applies to.
+    """
+
+    name: str
+    order: int
+    base: str
+    depends_on: tuple[str, ...]
+
+    @property
+    def file(self) -> Path:
+        return PATCHES / self.name / "patch.diff"
+
+    @property
+    def paths(self) -> list[str]:
+        lines = self.file.read_text().splitlines()
+        return [line.removeprefix("+++ b/") for line in lines if line.startswith("+++ b/")]
+
+    @property
+    def tests(self) -> list[str]:
+        return [path for path in self.paths if Path(path).name.startswith("test_")]
+
+
+class Failed(Exception):
+    """What is wrong with a patch."""
+
+
+def read_patches() -> dict[str, Patch]:
+    found = []
+    for file in PATCHES.glob("*/meta.json"):
+        meta = json.loads(file.read_text())
+        found.append(Patch(file.parent.name, meta["order"], meta["diffusers"], tuple(meta["depends_on"])))
+    return {patch.name: patch for patch in sorted(found, key=lambda patch: patch.order)}
+
+
+def download(version: str, folder: Path) -> Path:
+    """The sdist of diffusers."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "diffusers"]
+    subprocess.run([*command, "--dest", str(folder), f"diffusers=={version}"], check=True)
+    return next(folder.glob(f"diffusers-{version}.tar.gz"))
+
+
+def unpack(sdist: Path, folder: Path) -> Path:
+    """A tree in a repository of its own, so that `git apply` sees no other."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (tree,) = folder.iterdir()
+    subprocess.run(["git", "init", "--quiet", str(tree)], check=True)
+    return tree
+
+
+def apply(tree: Path, patch: Patch, *options: str) -> None:
+    result = subprocess.run(["git", "apply", *options, str(patch.file)], cwd=tree, capture_output=True, text=True)
+    if result.returncode:
+        raise Failed(f"does not apply: {result.stderr.strip()}")
+    for path in patch.paths:  # packages in diffusers' repository, of which the sdist has no tests
+        for parent in Path(path).parents:
+            if parent.parts[:1] == ("tests",) and (tree / parent).is_dir():
+                (tree / parent / "__init__.py").touch()
+
+
+def test(tree: Path, tests: list[str]) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "diffusers_rocm.py").write_text("raise ImportError('diffusers is tried without it')\n")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(tree / "src")])}
+        run = functools.partial(subprocess.run, cwd=tree, env=environment, capture_output=True, text=True)
+        found = run([sys.executable, "-c", "import diffusers; print(diffusers.__file__)"])
+        if found.stdout.strip() != str(tree / "src" / "diffusers" / "__init__.py"):
+            raise Failed(f"another diffusers is imported: {found.stdout}{found.stderr}")
+        return run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests], timeout=TIMEOUT)
+
+
+def check_tests(tree: Path, tests: list[str]) -> str:
+    """The line in which pytest sums up."""
+    result = test(tree, tests)
+    if result.returncode:
+        raise Failed(f"tests fail:\n{result.stdout[-3000:]}")
+    return result.stdout.strip().splitlines()[-1]
+
+
+def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = unpack(sdist, Path(folder))
+        for name in patch.depends_on:
+            apply(tree, every[name])
+        apply(tree, patch, "--include=tests/*")
+        result = test(tree, patch.tests)
+        if result.returncode != 1:
+            raise Failed(f"without the rest of it, its tests end with exit code {result.returncode}, and not with 1")
+        apply(tree, patch, "--exclude=tests/*")
+        python = [path for path in patch.paths if path.endswith(".py")]
+        for options in (["check"], ["format", "--check"]):
+            ruff = [sys.executable, "-m", "ruff", *options, "--no-cache", *python]
+            result = subprocess.run(ruff, cwd=tree, capture_output=True, text=True)
+            if result.returncode:
+                raise Failed(f"ruff {' '.join(options)}: {result.stdout}{result.stderr}")
+        return check_tests(tree, patch.tests)
+
+
+def check_in_order(sdist: Path, patches: list[Patch]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        tree = unpack(sdist, Path(folder))
+        for patch in patches:
+            try:
+                apply(tree, patch)
+            except Failed as error:
+                raise Failed(f"{patch.name}, after those before it: {error}") from None
+        return check_tests(tree, [path for patch in patches for path in patch.tests])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", help="default: all")
+    args = parser.parse_args()
+    every = read_patches()
+    if unknown := set(args.folders) - set(every):
+        parser.error(f"no such folder with a meta.json: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    chosen, wrong = [every[name] for name in every if name in args.folders or not args.folders], 0
+    with tempfile.TemporaryDirectory() as folder:
+        sdists = {base: download(base, Path(folder)) for base in {patch.base for patch in chosen}}
+        checks = [(patch.name, lambda patch=patch: check_alone(sdists[patch.base], patch, every)) for patch in chosen]
+        for base, sdist in sdists.items():
+            those = [patch for patch in chosen if patch.base == base]
+            if len(those) > 1 and not args.folders:
+                checks.append((f"all for {base}", lambda sdist=sdist, those=those: check_in_order(sdist, those)))
+        for name, check in checks:
+            try:
+                print(f"{name}: {check()}", flush=True)
+            except (Failed, subprocess.TimeoutExpired) as error:
+                print(f"{name}: {error}", flush=True)
+                wrong += 1
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
