@@ -62,7 +62,7 @@ def as_rows(rows: list[Row]) -> list[tuple]:
 
 
 def step_worker(*modes: str) -> list[tuple]:
-    return as_rows(measure_step(request("tp=2", "tp=2,int8", modes=modes, peers=("cache-dit",))))
+    return as_rows(measure_step(request("tp=2", "ring=2", "tp=2,int8", modes=modes, peers=("cache-dit",))))
 
 
 def guidance_worker() -> list[tuple]:
@@ -118,7 +118,7 @@ class TestBenchStep(unittest.TestCase):
         """Every mesh in every mode, twice two times; a peer that is not installed is said, and not timed."""
         if importlib.util.find_spec("cache_dit") is not None:
             self.skipTest("cache-dit is installed")
-        names = [ONE, "tp=2", "tp=2,int8", "cache-dit tp=2"]
+        names = [ONE, "tp=2", "ring=2", "tp=2,int8", "cache-dit tp=2", "cache-dit ring=2"]
         for rows in run_ranks(2, step_worker, *modes):
             assert [row[:2] for row in rows] == [(name, mode) for mode in modes for name in names]
             for name, _, count, distance, note in rows:

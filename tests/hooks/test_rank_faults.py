@@ -78,7 +78,7 @@ class TestRankFaults(unittest.TestCase):
         result = in_process(lambda: launch(world, ["tests.hooks.faulty_rank", *arguments]))
         out, err = result.stdout, result.stderr
         began = max(map(float, re.findall(r"begins at (\S+)", out)), default=0.0)
-        assert time.time() - began < TIMEOUT + 40, err  # a collective waits for ten minutes by default
+        assert time.time() - began < TIMEOUT + 20, err
         assert result.returncode == 1, err
         assert re.fullmatch("diffusers-rocm: " + last_line.format(faulty=world - 1), err.strip().splitlines()[-1]), err
         if fault == "SIGSTOP":  # the error itself is there as well

@@ -38,13 +38,13 @@ def seconds_of(exchange: Exchange, degrees: dict[str, int], links: Links, per_no
 class TestCost(unittest.TestCase):
     def test_what_was_measured(self):
         """Every row within a fifth, and no mesh chosen that was much slower than the best: also of slow links."""
-        files = ("flux_65k_4xh200_p2p_off", "wan_480_compiled_4xh200")
+        files = ("flux_1024_graphs_4xh200", "flux_65k_4xh200_p2p_off", "wan_480_compiled_4xh200")
         spec = importlib.util.spec_from_file_location("check_planner", CHECK)
         check = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(check)
         with mock.patch.object(sys, "argv", [str(CHECK), "--files", *files]):
             result = in_process(check.main)
-        assert result.returncode == 0 and "10 rows" in result.stdout, result.stdout + result.stderr
+        assert result.returncode == 0 and "16 rows" in result.stdout, result.stdout + result.stderr
 
     def test_exchanges_cross_the_slowest_link(self):
         links, size = Links(100e9, 10e9, latency=0), 1 << 30
