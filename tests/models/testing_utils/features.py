@@ -288,10 +288,7 @@ def feature_worker(name: str, degrees: dict[str, int], folder: str) -> dict:
         whole.save_pretrained(own)
         found, other = (load_file(next(each.glob("*.safetensors"))) for each in (shared, own))
         same = found.keys() == other.keys()
-        differ = [key for key, x in other.items() if not torch.equal(found[key], x)] if same else []
-        result["saved"] = max(
-            (relative_l2(found[key], other[key]) for key in differ), default=0 if same else torch.inf
-        )
+        result["saved"] = max(relative_l2(found[key], x) for key, x in other.items()) if same else torch.inf
     elif not result["unsaved"]:
         again = config.model_class.from_pretrained(shared, **dtype)
         result["saved"] = relative_l2(config.get_output(again, inputs), wanted)
