@@ -1,7 +1,5 @@
 """Launchers of several nodes: here two on one machine, and two in network namespaces of their own."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -14,7 +12,6 @@ import unittest
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import psutil
@@ -27,7 +24,7 @@ from diffusers_rocm import __version__, commands
 from diffusers_rocm.distributed.nodes import Meeting, Nodes, NodesFailed
 from diffusers_rocm.distributed.slurm import first_host, slurm_nodes, slurm_rank
 
-from ..testing_utils import TwoHosts, slow
+from ..testing_utils import TwoHosts, in_process, slow
 
 
 ROOT = Path(__file__).parents[2]
@@ -42,10 +39,8 @@ def free_port() -> str:
 
 def generate_here(*arguments: str) -> tuple[int, str]:
     """The command in this process, its exit code and what it says of errors."""
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr), mock.patch.dict(os.environ):
-        code = commands.main(["generate", *SMALL, *arguments])
-    return code, stderr.getvalue()
+    result = in_process(lambda: commands.main(["generate", *SMALL, *arguments]))
+    return result.returncode, result.stderr
 
 
 def picture(folder: Path) -> np.ndarray:
