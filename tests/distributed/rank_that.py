@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from diffusers_rocm.distributed.launching import end_rank
+
 
 @record
 def main(what: str) -> None:
@@ -30,7 +32,7 @@ def main(what: str) -> None:
     if what != "ends":
         dist.all_reduce(torch.ones(1))  # the others wait here for the one that failed
         time.sleep(600)
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

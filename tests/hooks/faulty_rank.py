@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from diffusers_rocm import ParallelConfig, init, parallelize
+from diffusers_rocm.distributed.launching import end_rank
 from diffusers_rocm.hooks.around_call import AroundCall
 
 from ..pipelines.testing_utils import PIPELINES, build, latents
@@ -96,7 +97,7 @@ def main(fault: str, degrees: str, faulty: str, timeout: str) -> None:
     init("cpu", timeout=timedelta(seconds=float(timeout)))
     print(f"rank {dist.get_rank()} has pid {os.getpid()} and begins at {time.time()}", flush=True)
     run(fault, json.loads(degrees), int(faulty))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":
