@@ -1,5 +1,6 @@
-"""Command lines and manifests in the documentation are such that the commands, and Kubernetes, know their words."""
+"""What the documentation says can be typed, followed and found: its commands, manifests, links and rooms."""
 
+import ast
 import re
 import shlex
 import unittest
@@ -12,13 +13,14 @@ from diffusers_rocm.commands import make_parser
 from diffusers_rocm.distributed.mesh import AXES
 
 
-DOCS = Path(__file__).parents[1] / "docs"
-CLOUD = "multi_node.md"
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(str(page.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for page in folder.glob("*.md"))
+CLOUD = "docs/multi_node.md"
 PROGRAM = ("diffusers-rocm", "diffusers_rocm")
 
 
 def blocks(name: str, language: str) -> list[str]:
-    text = (DOCS / name).read_text()
+    text = (ROOT / name).read_text()
     return [code for found, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if found == language]
 
 
@@ -29,9 +31,8 @@ def command_lines(name: str) -> list[list[str]]:
         for block in blocks(name, language):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
-                lines += [
-                    words[i + 1 :] for i, word in enumerate(words) if word in ("diffusers-rocm", "diffusers_rocm")
-                ]
+                starts = (i for i, word in enumerate(words) if word in PROGRAM and words[i - 1 : i] != ["cd"])
+                lines += [words[i + 1 :] for i in starts]
     for block in blocks(name, "yaml"):
         for container in containers(yaml.safe_load(block)):
             words = container["command"] + container["args"]
@@ -39,6 +40,26 @@ def command_lines(name: str) -> list[list[str]]:
             start = next(i for i, word in enumerate(words) if word in PROGRAM)
             lines.append([word.replace("$NODE_RANK", "0") for word in words[start + 1 :]])
     return lines
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def imported(file: Path) -> set[str]:
+    """What a file of the package imports: rooms of the package, `..hooks.caches` say, and packages, by their names."""
+    names, room = set(), file.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = room[: len(room) - node.level + 1] if node.level else ()
+            path = [*above, *(node.module or "").split(".")]
+            path = [*path, *(alias.name for alias in node.names)] if path[-1] in ("", "diffusers_rocm") else path
+            names |= set(path[1:] if path[0] == "diffusers_rocm" else path[:1])
+    return names
 
 
 def pods(manifest: dict) -> list[tuple[int, dict]]:
@@ -54,14 +75,52 @@ def containers(manifest: dict) -> list[dict]:
     return [container for _, pod in pods(manifest) for container in pod["containers"]]
 
 
+class TestPages(unittest.TestCase):
+    """What pages refer to is there."""
+
+    @parameterized.expand(PAGES)
+    def test_links_lead_somewhere(self, page):
+        for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+            if re.match(r"https?://", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+    @parameterized.expand(PAGES)
+    def test_python_is_python(self, page):
+        for code in blocks(page, "python"):
+            ast.parse(code)
+
+    @parameterized.expand(PAGES)
+    def test_every_command_line_is_understood(self, page):
+        for line in command_lines(page):
+            if not {"...", "KIND"} & set(line):
+                make_parser().parse_args(line)  # exits where it does not know a word
+
+    def test_the_rooms_import_what_they_may(self):
+        page = (ROOT / "docs/architecture.md").read_text()
+        rooms = re.findall(r"^\| `([\w/]+)/` \|.*\| ((?:`\w+`(?:, )?)+) \|$", page, re.M)
+        assert len(rooms) == 9, rooms
+        for room, named in rooms:
+            forbidden = set(re.findall(r"\w+", named))
+            files = sorted((ROOT / "diffusers_rocm" / room).rglob("*.py"))
+            assert files, room
+            for file in files:
+                assert not (wrong := imported(file) & forbidden), (file, wrong)
+
+    def test_the_files_to_read_first(self):
+        for page in ("README.md", "docs/architecture.md"):
+            section = (ROOT / page).read_text().partition("## Read these six files")[2]
+            files = re.findall(r"^\d\. `([^`]+)`", section, re.M)
+            assert len(files) == 6 and all((ROOT / file).is_file() for file in files), files
+
+
 class TestDocs(unittest.TestCase):
-    @parameterized.expand([("quickstart.md", 20), (CLOUD, 8)])
-    def test_every_command_line_is_understood(self, name, at_least):
-        lines = command_lines(name)
-        assert len(lines) >= at_least, lines
-        for line in lines:
-            args = make_parser().parse_args(line)  # exits where it does not know a word
-            assert args.command in ("generate", "bench")
+    @parameterized.expand([("docs/quickstart.md", 20), (CLOUD, 8), ("README.md", 10)])
+    def test_there_are_command_lines(self, name, at_least):
+        assert len(command_lines(name)) >= at_least, command_lines(name)
 
     def test_the_manifests_are_of_their_kinds(self):
         jobset, pytorchjob = (yaml.safe_load(block) for block in blocks(CLOUD, "yaml"))
