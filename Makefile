@@ -21,6 +21,7 @@ quality: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python utils/make_tables.py --check
 	$(BIN)/python utils/make_model_table.py --check
+	$(BIN)/python utils/make_api.py --check
 
 style: $(READY)
 	$(BIN)/python -m ruff check --fix .
