@@ -107,6 +107,14 @@ def check_tests(tree: Path, tests: list[str]) -> str:
     return result.stdout.strip().splitlines()[-1]
 
 
+def ruff(tree: Path, *words: str) -> str:
+    """What it finds."""
+    result = subprocess.run(
+        [sys.executable, "-m", "ruff", *words, "--no-cache"], cwd=tree, capture_output=True, text=True
+    )
+    return result.stdout + result.stderr if result.returncode else ""
+
+
 def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tree = unpack(sdist, Path(folder))
@@ -116,13 +124,13 @@ def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch]) -> str:
         result = test(tree, patch.tests)
         if result.returncode != 1:
             raise Failed(f"without the rest of it, its tests end with exit code {result.returncode}, and not with 1")
-        apply(tree, patch, "--exclude=tests/*")
         python = [path for path in patch.paths if path.endswith(".py")]
-        for options in (["check"], ["format", "--check"]):
-            ruff = [sys.executable, "-m", "ruff", *options, "--no-cache", *python]
-            result = subprocess.run(ruff, cwd=tree, capture_output=True, text=True)
-            if result.returncode:
-                raise Failed(f"ruff {' '.join(options)}: {result.stdout}{result.stderr}")
+        # This ruff is not the release that diffusers formats with: some files are not as it would have them.
+        old = [path for path in python if not path.startswith("tests/") and (tree / path).is_file()]
+        formatted = [path for path in python if path not in old or not ruff(tree, "format", "--check", path)]
+        apply(tree, patch, "--exclude=tests/*")
+        if wrong := ruff(tree, "check", *python) + ruff(tree, "format", "--check", *formatted):
+            raise Failed(f"ruff: {wrong}")
         return check_tests(tree, patch.tests)
 
 
