@@ -8,7 +8,7 @@ VENV := .venv$(if $(DIFFUSERS),-diffusers-$(DIFFUSERS))
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test quality style clean
+.PHONY: demo test quality style docs clean
 
 demo: $(READY)
 	$(BIN)/diffusers-rocm generate --tp 2 --seed 0 --prompts-file utils/demo_prompts.txt --out demo --contact-sheet demo/contact_sheet.png
@@ -22,6 +22,11 @@ quality: $(READY)
 	$(BIN)/python utils/make_tables.py --check
 	$(BIN)/python utils/make_model_table.py --check
 	$(BIN)/python utils/make_api.py --check
+
+# A site of the pages in docs/, in build/site.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet "mkdocs-material==9.*"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 style: $(READY)
 	$(BIN)/python -m ruff check --fix .

@@ -74,7 +74,7 @@ def markdown(docstring: str) -> str:
 def page() -> str:
     parts = [HEAD]
     for name, subject in subjects():
-        shown = "" if name == "model.parallelism" else f"```python\n{signature(name, subject)}\n```\n\n"
+        shown = "" if name == "model.parallelism" else f"```text\n{signature(name, subject)}\n```\n\n"
         parts.append(f"## {name}\n\n{shown}{markdown(subject.__doc__)}\n")
     return "\n".join(parts)
 
