@@ -94,8 +94,10 @@ class TestPages(unittest.TestCase):
             ast.parse(code)
 
     @parameterized.expand(PAGES)
-    def test_every_command_line_is_understood(self, page):
-        for line in command_lines(page):
+    def test_every_command_line_can_be_parsed(self, page):
+        lines = command_lines(page)
+        assert len(lines) >= 10 or page != "README.md", lines
+        for line in lines:
             if not {"...", "KIND"} & set(line):
                 make_parser().parse_args(line)  # exits where it does not know a word
 
@@ -118,9 +120,13 @@ class TestPages(unittest.TestCase):
 
 
 class TestDocs(unittest.TestCase):
-    @parameterized.expand([("docs/quickstart.md", 20), (CLOUD, 8), ("README.md", 10)])
-    def test_there_are_command_lines(self, name, at_least):
-        assert len(command_lines(name)) >= at_least, command_lines(name)
+    @parameterized.expand([("docs/quickstart.md", 20), (CLOUD, 8)])
+    def test_every_command_line_is_understood(self, name, at_least):
+        lines = command_lines(name)
+        assert len(lines) >= at_least, lines
+        for line in lines:
+            args = make_parser().parse_args(line)  # exits where it does not know a word
+            assert args.command in ("generate", "bench")
 
     def test_the_manifests_are_of_their_kinds(self):
         jobset, pytorchjob = (yaml.safe_load(block) for block in blocks(CLOUD, "yaml"))
