@@ -7,9 +7,12 @@ python utils/check_upstream_patches.py [FOLDER ...]    all patches, or these and
 """
 
 import argparse
+import atexit
 import functools
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -107,12 +110,14 @@ def check_tests(tree: Path, tests: list[str]) -> str:
     return result.stdout.strip().splitlines()[-1]
 
 
-def ruff(tree: Path, *words: str) -> str:
-    """What it finds."""
-    result = subprocess.run(
-        [sys.executable, "-m", "ruff", *words, "--no-cache"], cwd=tree, capture_output=True, text=True
-    )
-    return result.stdout + result.stderr if result.returncode else ""
+@functools.cache
+def ruff_of(release: str) -> Path:
+    """The release of ruff that diffusers pins: another one would format some of its files otherwise."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"ruff=={release}"]
+    subprocess.run(command, check=True)
+    return Path(folder, "bin", "ruff")
 
 
 def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch]) -> str:
@@ -124,13 +129,14 @@ def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch]) -> str:
         result = test(tree, patch.tests)
         if result.returncode != 1:
             raise Failed(f"without the rest of it, its tests end with exit code {result.returncode}, and not with 1")
-        python = [path for path in patch.paths if path.endswith(".py")]
-        # This ruff is not the release that diffusers formats with: some files are not as it would have them.
-        old = [path for path in python if not path.startswith("tests/") and (tree / path).is_file()]
-        formatted = [path for path in python if path not in old or not ruff(tree, "format", "--check", path)]
         apply(tree, patch, "--exclude=tests/*")
-        if wrong := ruff(tree, "check", *python) + ruff(tree, "format", "--check", *formatted):
-            raise Failed(f"ruff: {wrong}")
+        python = [path for path in patch.paths if path.endswith(".py")]
+        release = re.search(r'"ruff==([\d.]+)"', (tree / "setup.py").read_text())[1]
+        for options in (["check"], ["format", "--check"]):
+            ruff = [ruff_of(release), *options, "--no-cache", *python]
+            result = subprocess.run(ruff, cwd=tree, capture_output=True, text=True)
+            if result.returncode:
+                raise Failed(f"ruff {' '.join(options)}: {result.stdout}{result.stderr}")
         return check_tests(tree, patch.tests)
 
 
