@@ -28,6 +28,11 @@ def slow(test):
     return unittest.skipUnless(os.environ.get("RUN_SLOW") == "1", "slow: set RUN_SLOW=1")(test)
 
 
+def require_torch_accelerator(test):
+    """Runs where an accelerator is visible."""
+    return unittest.skipUnless(torch.accelerator.is_available(), "needs an accelerator")(test)
+
+
 def require_torch_multi_accelerator(test):
     """Runs where at least two accelerators are visible."""
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0

@@ -118,6 +118,29 @@ def memory(*names: str, also: str) -> str:
     return "\n".join([*lines, "", ran])
 
 
+def loading(name: str) -> str:
+    """What a rank's process grows by while a pipeline is loaded, beside the weights that it keeps."""
+    run = read(f"memory_{name}")
+    start, load = (run["peaks"][stage]["host"] for stage in ("start", "load"))
+    columns = "weights kept", "largest tensor", "before", "while loading", "at most allowed"
+    lines = [f"| rank | {' | '.join(columns)} |", "|---|" + "---|" * 5]
+    for rank, (kept, largest, before, peak) in enumerate(
+        zip(run["weights"], run["largest_tensor"], start, load, strict=True)
+    ):
+        allowed = before + kept + largest + 300e6
+        assert peak <= allowed, (peak, allowed)
+        figures = " | ".join(f"{size / 2**30:.2f}" for size in (kept, largest, before, peak, allowed))
+        lines.append(f"| {rank} | {figures} |")
+    versions = run["versions"]
+    ran = (
+        f"`diffusers-rocm bench memory --write-random-flux --model FOLDER --tp {run['mesh']['tp']} --device cpu "
+        "--dtype bfloat16 --height 128 --width 128 --max-sequence-length 64 --steps 1 --text-encoders shard "
+        f"--vae first-rank --offload none`; torch {versions['torch']}, diffusers {versions['diffusers']} "
+        f"(`memory_{name}.json` in docs/benchmarks)."
+    )
+    return "\n".join([*lines, "", ran])
+
+
 def steps(name: str) -> str:
     """All rows of a run of `diffusers-rocm bench step`."""
     run = read(name)
@@ -168,6 +191,7 @@ TABLES = {
         also="`--quantization int8`, and with that and `--offload group`",
     ),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
+    "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
 }
 

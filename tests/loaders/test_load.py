@@ -27,7 +27,7 @@ from ..models.testing_utils.parallelism import FLOAT32_BAR, _clone_state, _same_
 from ..models.testing_utils.variants import variants
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import relative_l2, run_ranks, slow
+from ..testing_utils import relative_l2, require_torch_accelerator, run_ranks, slow
 from .testing_utils import elements_read
 
 
@@ -184,6 +184,14 @@ def peak_worker(folder: str) -> tuple[int, int, int]:
     return peak_of(FluxTransformer2DModel.from_pretrained, folder)[1:]
 
 
+def device_peak_worker(folder: str) -> tuple[int, int, int]:
+    """What this process asks for of the device, which all ranks have in common; without what the allocator rounds up."""
+    device = torch.accelerator.current_accelerator()
+    torch.get_device_module(device).reset_peak_memory_stats()
+    sizes = peak_of(FluxTransformer2DModel.from_pretrained, folder, device_map={"": device})[2:]
+    return torch.get_device_module(device).memory_stats()["requested_bytes.all.peak"], *sizes
+
+
 def quantized_peak_worker(folder: str) -> tuple[int, int, int]:
     from torchao.quantization import quantize_
 
@@ -256,6 +264,13 @@ class TestLoad(unittest.TestCase):
         for peak, shard, largest in run_ranks(4, peak_worker, self.folder):
             assert 550e6 < shard < 700e6, shard
             assert peak < shard + largest + 100e6, (peak, shard, largest)
+
+    @require_torch_accelerator
+    def test_peak_memory_of_the_device(self):
+        self.save_wide(num_layers=2, num_single_layers=3)
+        for peak, shard, largest in run_ranks(4, device_peak_worker, self.folder):
+            assert 550e6 < shard < 700e6, shard
+            assert shard <= peak < shard + largest, (peak, shard, largest)
 
     @slow
     def test_peak_memory_of_what_is_quantized(self):
