@@ -164,13 +164,16 @@ def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
     return seeds
 
 
-def read_text_encoders(words: list[str]) -> str | dict[str, str]:
-    """One mode for all, or that of each by its name."""
+def read_text_encoders(words: list[str], folder: ModelFolder) -> str | dict[str, str]:
+    """One mode for all, or that of each by its name. Raises ValueError."""
     pairs = [word.split("=", 1) for word in words]
     if len(words) > 1 and any(len(pair) == 1 for pair in pairs):
         raise ValueError(f"--text-encoders takes one mode, or NAME=MODE for each; got {' '.join(words)}")
     for pair in pairs:
         check_choices(text_encoders=pair[-1])
+        if len(pair) == 2 and pair[0] not in folder.text_encoders():
+            known = ", ".join(folder.text_encoders()) or "none"
+            raise ValueError(f"--text-encoders {pair[0]}={pair[1]}: {folder.model} has {known}")
     return words[0] if len(pairs[0]) == 1 else dict(pairs)
 
 
@@ -332,7 +335,7 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
         num_frames=args.num_frames,
         fps=args.fps,
         rank_check=args.rank_check,
-        text_encoders=read_text_encoders(args.text_encoders),
+        text_encoders=read_text_encoders(args.text_encoders, folder),
         offload=args.offload,
         quantization=args.quantization,
         vae=args.vae,

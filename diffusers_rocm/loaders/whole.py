@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -11,19 +12,30 @@ from ..registration import DTYPE_ARGUMENT
 from .stored_tensor import some, stored_tensors
 
 
+def read_json(file: Path) -> Any:
+    """Raises ValueError where it is not JSON."""
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+
+
 def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
     """The safetensors files of a model of diffusers or transformers.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or not all that an index names.
     """
     of_variant = f".{variant}" if variant else ""
     for stem in ("diffusion_pytorch_model", "model"):
         index = folder / f"{stem}.safetensors.index{of_variant}.json"
         single = folder / f"{stem}{of_variant}.safetensors"
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"].values()
-            return [folder / name for name in dict.fromkeys(names)]
+            files = {folder / name: tensor for tensor, name in reversed(read_json(index)["weight_map"].items())}
+            for file, tensor in files.items():
+                if not file.is_file():
+                    raise ValueError(f"{file} is not there, which {index.name} says has {tensor}")
+            return list(reversed(files))
         if single.is_file():
             return [single]
     if variant is not None:  # not every component of a pipeline has it

@@ -150,10 +150,14 @@ def _check_free_and_loaded(model: nn.Module, config: OurConfig) -> None:
         )
     meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
-        raise ValueError(
-            f"{len(meta)} parameters of this {name} are on the meta device ({meta[0]}, ...): load the weights first, "
-            "for example with from_pretrained(path, parallel_config=...)"
+        held = any(getattr(module, "_hf_hook", None) is not None for module in model.modules())
+        way_out = (
+            "accelerate holds them, as after enable_sequential_cpu_offload(): use enable_model_cpu_offload() or "
+            "enable_group_offload()"
+            if held
+            else "load the weights first, for example with from_pretrained(path, parallel_config=...)"
         )
+        raise ValueError(f"{len(meta)} parameters of this {name} are on the meta device ({meta[0]}, ...): {way_out}")
 
 
 def _weights_differ(model: nn.Module, axis: Axis) -> bool:
@@ -263,10 +267,11 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
             return original.__func__(cls, *args, **kwargs)
         kwargs.pop("parallel_config")
         axes, quantization = ours.axes(), kwargs.get("quantization_config")
-        if getattr(quantization, "quant_method", None) == QuantizationMethod.GGUF:
-            if axes.tp.size > 1:
-                raise cannot_cut("GGUF", cls.__name__)
-        elif original.__name__ == "from_single_file" and quantization is not None:
+        method = getattr(quantization, "quant_method", None)
+        if method not in (None, QuantizationMethod.TORCHAO) and axes.tp.size > 1:
+            raise cannot_cut(getattr(method, "value", method), cls.__name__)
+        whole_file = original.__name__ == "from_single_file"
+        if whole_file and quantization is not None and method != QuantizationMethod.GGUF:
             raise ValueError(
                 "diffusers quantises nothing that it reads from a single file: quantise the parallel model, or "
                 "save it by save_pretrained and load that"
@@ -276,7 +281,7 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
                 f"the weights of a parallel {cls.__name__} are read from safetensors, and never from pickles: leave "
                 "use_safetensors=False out, and save_pretrained an unparallel one where there are only pickles"
             )
-        if original.__name__ == "from_pretrained":
+        if not whole_file:
             kwargs.setdefault("use_safetensors", True)
         with fail_together(f"load a {cls.__name__}", axes.world), sharded_loading(axes.tp):
             try:

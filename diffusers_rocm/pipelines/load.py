@@ -1,9 +1,7 @@
 """A whole pipeline from its folder, no rank holding more than it has to at any time."""
 
-import difflib
 import functools
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -27,12 +25,13 @@ from ..distributed.collectives import all_gather_int64
 from ..hooks.disk_offload import DiskOffload, Turn
 from ..loaders.load import sharded_loading
 from ..loaders.text_encoder import load_sharded_text_encoder
-from ..loaders.whole import checkpoint_files, load_whole, variant_in
+from ..loaders.whole import checkpoint_files, load_whole, read_json, variant_in
 from ..models._modeling_parallel import OurConfig
 from ..registration import DTYPE_ARGUMENT
 from . import parallelize
 from .choices import check_choices
 from .denoisers import DENOISERS
+from .load_arguments import PASSED_ON, check_kinds, check_known, check_names, check_place, quantized_by
 from .peaks import weight_bytes
 from .text_encoders import ROOM, load_text_encoder
 
@@ -86,19 +85,23 @@ def load_pipeline(
     """
     if graph and offload == "disk":
         raise ValueError("graph=True records where weights are, and offload='disk' reads them anew: use 'model'")
+    check_place(parallel_config, device)
     here, variant = init(device), kwargs.get("variant")
     axes = parallel_config.axes()
     choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
-    agree("arguments of load_pipeline()", choices | {"dtype": torch_dtype, "variant": variant}, axes.world)
+    choices |= {"dtype": torch_dtype, "variant": variant, "pipeline": getattr(pipeline, "__name__", pipeline)}
+    choices |= {name: type(each).__name__ for name, each in kwargs.items() if name not in PASSED_ON}
+    agree("arguments of load_pipeline()", choices, axes.world)
+    check_kinds(torch_dtype, text_encoders, quantization_config, pipeline)
     check_choices(vae=vae, rank_check=rank_check, offload=offload)
-    if not isinstance(torch_dtype, torch.dtype):
-        raise ValueError(f"torch_dtype must be a dtype of torch, torch.bfloat16, say; got {torch_dtype!r}")
     with fail_together("find the pipeline", axes.world):
         folder = _local(model, kwargs)
-        index = json.loads((folder / "model_index.json").read_text())
+        index = read_json(folder / "model_index.json")
         entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
-        _check_known(model, entries, kwargs)
-        _check_arguments(model, pipeline, index.get("_class_name"), kwargs)
+        check_known(model, entries, kwargs)
+        ours = list(inspect.signature(load_pipeline).parameters)
+        check_names(model, pipeline, index.get("_class_name"), kwargs, ours)
+        _check_complete(folder, entries, kwargs)
     encoders = {
         name: getattr(transformers, cls)
         for name, (library, cls) in entries.items()
@@ -117,7 +120,7 @@ def load_pipeline(
         if library == "diffusers" and name not in kwargs and issubclass(getattr(diffusers, cls), ModelMixin)
     }
     denoisers = {name: cls for name, cls in models.items() if name in DENOISERS}
-    quantized = _quantized(quantization_config, entries, denoisers)
+    quantized = quantized_by(quantization_config, entries, denoisers, kwargs)
     modes = {}
     # What this rank will load: of the encoders that come later the smallest part that it may get.
     parted = dict.fromkeys(denoisers, axes.tp.size) | dict.fromkeys(encoders, axes.replica.size)
@@ -231,15 +234,18 @@ def _take_turns(pipe: DiffusionPipeline, on_disk: Mapping[str, DiskOffload], dev
     for name, component in pipe.components.items():
         if isinstance(component, nn.Module) and name not in on_disk:
             add_hook_to_module(component.to(device), AlignDevicesHook(execution_device=device))
-    for name in _OF_WEIGHTS_THAT_STAY:
-        if hasattr(pipe, name):
-            setattr(pipe, name, functools.partial(_refuse, name))
+    models = [pipe.components[name] for name in on_disk]
+    for each, names in [(pipe, _OF_WEIGHTS_THAT_STAY), *((model, _OF_MODELS_THAT_STAY) for model in models)]:
+        for name in names:
+            if hasattr(each, name):
+                setattr(each, name, functools.partial(_refuse, name))
 
 
 # What pipelines can be told that is lost, or not possible, where weights are read anew for each use.
 _OF_WEIGHTS_THAT_STAY = (
     "to",
     "load_lora_weights",
+    "fuse_lora",
     "fuse_qkv_projections",
     "enable_model_cpu_offload",
     "enable_sequential_cpu_offload",
@@ -247,6 +253,7 @@ _OF_WEIGHTS_THAT_STAY = (
     "remove_all_hooks",
     "save_pretrained",
 )
+_OF_MODELS_THAT_STAY = ("add_adapter", "load_lora_adapter", "enable_group_offload")
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
@@ -256,57 +263,16 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _quantized(
-    config: TorchAoConfig | PipelineQuantizationConfig | None,
-    entries: Mapping[str, list[str]],
-    denoisers: Collection[str],
-) -> dict[str, TorchAoConfig]:
-    """What each denoiser is quantised by. Raises ValueError where anything else would be."""
-    if not isinstance(config, PipelineQuantizationConfig):
-        return {} if config is None else dict.fromkeys(denoisers, config)
-    found = {
-        name: config._resolve_quant_config(library == "diffusers", name)
-        for name, (library, _) in entries.items()
-        if library in ("diffusers", "transformers")
-    }
-    found = {name: each for name, each in found.items() if each is not None}
-    others = [name for name in found if name not in denoisers]
-    if others:
-        raise ValueError(f"of a parallel pipeline transformers can be quantised, not its {', '.join(others)}")
-    return found
-
-
-def _check_known(model: str | Path, entries: Mapping[str, list[str]], kwargs: Collection[str]) -> None:
-    """Raises ValueError where a model, or a scheduler, is of a class that the library here lacks."""
+def _check_complete(folder: Path, entries: Mapping[str, list[str]], kwargs: Collection[str]) -> None:
+    """Raises ValueError where a component has no folder, or a model no config: of neither would anything say so."""
     for name, (library, cls) in entries.items():
-        of = {"diffusers": diffusers, "transformers": transformers}.get(library)
-        ours = library == "diffusers" or name.startswith("text_encoder")
-        if of is not None and ours and name not in kwargs and not hasattr(of, cls):
-            raise ValueError(f"{model}: its {name} is a {cls}, which {library} {of.__version__} does not have")
-
-
-# Of what `from_pretrained` takes, besides components.
-_PASSED_ON = (
-    "cache_dir", "custom_pipeline", "custom_revision", "force_download", "local_files_only", "proxies", "revision",
-    "token", "trust_remote_code", "variant",
-)  # fmt: skip
-
-
-def _check_arguments(model: str | Path, pipeline: type, name: str, kwargs: Collection[str]) -> None:
-    """Raises ValueError for an argument that nothing takes: diffusers ignores it, and after all is read."""
-    cls = getattr(diffusers, str(name), None) if pipeline is DiffusionPipeline else pipeline
-    if "custom_pipeline" in kwargs:
-        return
-    if cls is None:
-        raise ValueError(f"{model} is a {name}, which diffusers {diffusers.__version__} does not have")
-    known = inspect.signature(cls.__init__).parameters
-    if any(each.kind == each.VAR_KEYWORD for each in known.values()):
-        return
-    for given in kwargs:
-        if given not in (*known, *_PASSED_ON):
-            near = difflib.get_close_matches(given, list(inspect.signature(load_pipeline).parameters), 1)
-            meant = f"; {near[0]} is meant, perhaps" if near else ""
-            raise ValueError(f"neither load_pipeline nor a {cls.__name__} takes an argument {given}{meant}")
+        if name in kwargs:
+            continue
+        if not (folder / name).is_dir():
+            raise ValueError(f"{folder} has no folder {name}, of which its model_index.json says that it is a {cls}")
+        is_model = library == "diffusers" and issubclass(getattr(diffusers, cls), ModelMixin)
+        if (is_model or name.startswith("text_encoder")) and not (folder / name / "config.json").is_file():
+            raise ValueError(f"{folder / name} has no config.json")
 
 
 def _local(model: str | Path, kwargs: Mapping[str, Any]) -> Path:

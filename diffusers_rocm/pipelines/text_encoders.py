@@ -60,15 +60,22 @@ def load_text_encoder(
             first = axis.rank == 0
             model = load_whole(cls, folder, dtype, variant) if first else _shell(cls, folder, dtype)
         FirstRankEncoder(model, axis)
-    model.save_pretrained = functools.partial(_refuse_to_save, cls.__name__, mode)
+    for call, way_out in _OF_WHOLE_ENCODERS.items():
+        setattr(model, call, functools.partial(_refuse, f"{cls.__name__} is not whole on every rank", mode, way_out))
     model.shared_by_ranks = mode
     return model, mode
 
 
-def _refuse_to_save(name: str, mode: str, *args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        f"this {name} is not whole on every rank (text_encoders={mode!r}): save it from where it was read"
-    )
+# What needs all weights on each rank, and what to do in its place.
+_OF_WHOLE_ENCODERS = {
+    "save_pretrained": "save it from where it was read",
+    "add_adapter": "load the pipeline with text_encoders='replicate'",
+    "load_adapter": "load the pipeline with text_encoders='replicate'",
+}
+
+
+def _refuse(what: str, mode: str, way_out: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(f"this {what} (text_encoders={mode!r}): {way_out}")
 
 
 def _fitting(

@@ -185,7 +185,7 @@ def peak_worker(folder: str) -> tuple[int, int, int]:
 
 
 def device_peak_worker(folder: str) -> tuple[int, int, int]:
-    """What this process asks for of the device, which all ranks have in common; without what the allocator rounds up."""
+    """What this process asks for of the device, which the ranks share; without what the allocator adds."""
     device = torch.accelerator.current_accelerator()
     torch.get_device_module(device).reset_peak_memory_stats()
     sizes = peak_of(FluxTransformer2DModel.from_pretrained, folder, device_map={"": device})[2:]
