@@ -46,8 +46,10 @@ class KnownModel:
         """Another size of the same shape; the resolution is the height.
 
         Raises:
-            ValueError: no whole number of tokens.
+            ValueError: no whole number of tokens; frames of what makes pictures.
         """
+        if frames is not None and frames > 1 and self.size.frames == 1:
+            raise ValueError(f"{frames} frames: a {self.cls} makes pictures")
         if resolution is not None and resolution % self.multiple:
             raise ValueError(f"a height of {resolution} is no multiple of {self.multiple}, the pixels to a token")
         size = self.size

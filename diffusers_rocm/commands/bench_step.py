@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..benchmarks.known_models import KNOWN_MODELS
 from ..benchmarks.report import as_json, draw, header, table
-from ..benchmarks.step import MODES, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
+from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
 from ..distributed.launching import end_rank, launch, under_torchrun
 from . import env
 from .generate import on_gpus
@@ -168,7 +168,8 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
             args.json.write_text(json.dumps(as_json(request, rows, environment, command), indent=1) + "\n")
         if args.chart is not None:
             draw(rows, heading.splitlines()[0], args.chart)
-    return 1 if any(row.note.startswith("wrong") for row in rows) else 0
+    ours = (ONE, *request.meshes)
+    return 1 if any(row.note.startswith("wrong") or row.note and row.name in ours for row in rows) else 0
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:

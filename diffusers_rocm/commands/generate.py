@@ -233,7 +233,8 @@ def spread_over_gpus(args: argparse.Namespace) -> None:
     degrees = {name: getattr(args, name) for name in AXES}
     try:
         if all(degree == 1 for degree in degrees.values()):
-            degrees = choose_mesh(world, guides(args))
+            heads = ModelFolder(args.model).head_counts().values()
+            degrees = choose_mesh(world, guides(args), min(heads, default=None))
             if not under_torchrun():
                 shown = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one rank"
                 print(

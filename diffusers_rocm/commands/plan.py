@@ -19,7 +19,18 @@ from ..pipelines.model_folder import ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS
 from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
 from ..planner.measure import measure
-from ..planner.search import RESERVED, WEIGHT_BYTES, Candidate, Dropped, Machine, one_gpu, search
+from ..planner.search import (
+    QUANTIZED,
+    RESERVED,
+    WEIGHT_BYTES,
+    Candidate,
+    Dropped,
+    Machine,
+    computed,
+    never_made,
+    one_gpu,
+    search,
+)
 from ..planner.subject import SUBJECTS, Subject, find_subject, known_subject
 
 
@@ -74,6 +85,10 @@ def check(args: argparse.Namespace) -> PlanRequest:
         return PlanRequest(None, None, None)
     subject = find_subject(args.model)
     size = subject.known.sized(args.resolution, args.frames, args.text)
+    time = subject.vae.time if subject.vae is not None else None
+    if time is not None and (over := (size.frames - 1) % time):
+        fewer = size.frames - over
+        raise ValueError(f"--frames {size.frames}: {subject.name} makes {fewer} or {fewer + time}")
     if args.guidance is not None:
         subject = replace(subject, forwards=1 + args.guidance)
     if not hasattr(diffusers, subject.known.cls):
@@ -113,8 +128,8 @@ def _explained(model: str, tp: int, dtype: str) -> PlanReport:
         folder = ModelFolder(model)
         cls, config = getattr(diffusers, folder.denoiser_class), folder.denoiser_config()
     with torch.device("meta"):
-        whole = cls.from_config(config).to(getattr(torch, dtype, torch.bfloat16))
-    return verify_plan(whole, tp)
+        whole = cls.from_config(config).to(computed(dtype))
+    return verify_plan(whole, tp, WEIGHT_BYTES[dtype] if dtype in QUANTIZED else None)
 
 
 def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
@@ -127,8 +142,13 @@ def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
         if sys.stderr.isatty():
             print(f"\r\x1b[Klooking at {mesh}", end="", file=sys.stderr, flush=True)
 
-    found, dropped = search(request.subject, request.size, machine, args.dtype, not args.eager, told)
-    alone = one_gpu(request.subject, request.size, machine, args.dtype, not args.eager)
+    try:
+        alone = one_gpu(request.subject, request.size, machine, args.dtype, not args.eager)
+        found, dropped = search(request.subject, request.size, machine, args.dtype, not args.eager, told)
+    except ValueError as error:  # of the model's configs, which building it alone can tell
+        print(f"diffusers-rocm: {error}", file=sys.stderr)
+        return 2
+    dropped += never_made(request.subject, machine)
     told("nothing more")
     if args.json:
         print(json.dumps(as_json(request, machine, found, dropped, alone), indent=1))
@@ -229,6 +249,8 @@ def _report(
         best = found[0]
         words = [f"--{axis} {count}" for axis, count in best.degrees.items()]
         words += ["--rotate-method allgather"] * (best.rotate_method == "allgather")
+        if machine.nodes > 1:
+            words += [f"--nnodes {machine.nodes}", "--node-rank RANK", "--master-addr HOST"]
         words += ["--quantization " + args.dtype] * (args.dtype in QUANTIZATIONS) + ["--compile"] * (not args.eager)
         model = request.subject.name if request.subject.name != args.model else args.model
         lines.append(f"diffusers-rocm generate --model {model} {' '.join(words)} ...")
@@ -238,7 +260,7 @@ def _report(
         if least is not None:
             lines.append(
                 f"nothing fits; {least.mesh} lacks the least, {least.short_of / 1e9:.1f} GB: "
-                f"{'--dtype int8' if args.dtype not in ('int8', 'fp8', 'int4') else 'more GPUs'}, or generate's "
+                f"{'--dtype int8' if args.dtype not in QUANTIZED else 'more GPUs'}, or generate's "
                 "--offload group"
             )
     return "\n".join(lines)

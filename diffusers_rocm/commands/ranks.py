@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,9 @@ def check_nodes(args: argparse.Namespace) -> None:
     if all(value is None for value in given.values()) and not under_torchrun():
         os.environ.update(slurm_rank(os.environ, args.port or DEFAULT_PORT, torch.cuda.device_count()))
     if under_torchrun():
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        args.nodes = Nodes(count=max(1, int(os.environ["WORLD_SIZE"]) // local))
+        check_rank(os.environ)
+        world = int(os.environ["WORLD_SIZE"])
+        args.nodes = Nodes(count=max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world))))
         return
     if all(value is None for value in given.values()):
         given = dict(zip(given, slurm_nodes(os.environ) or (1, 0, None), strict=True))
@@ -86,14 +88,27 @@ def check_nodes(args: argparse.Namespace) -> None:
     if not 0 <= rank < count:
         raise ValueError(f"--node-rank {rank}: {count} nodes are numbered from 0 to {count - 1}")
     port = args.port or DEFAULT_PORT
-    try:
-        socket.getaddrinfo(address, port)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--master-addr {address!r}: {reason}") from None
-    if rank == 0:
+    if rank == 0:  # the others wait for it, and for its name to be known: a node of Kubernetes has none before it runs
+        try:
+            socket.getaddrinfo(address, port)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"--master-addr {address!r}: {reason}") from None
         check_port(port)
     args.nodes = Nodes(count, rank, address, port, args.node_timeout)
+
+
+def check_rank(environment: Mapping[str, str]) -> None:
+    """Raises ValueError where torchrun's variables, which make this process a rank, are not what torchrun sets."""
+    found = {name: environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    numbers = {name: int(value) for name, value in found.items() if value is not None and value.isdecimal()}
+    rank, world = numbers.get("RANK", -1), numbers.get("WORLD_SIZE", 0)
+    wrong = [name for name, value in found.items() if value is not None and name not in numbers]
+    wrong += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if wrong or not 0 <= rank < world or not 1 <= numbers.get("LOCAL_WORLD_SIZE", world) <= world:
+        shown = ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
+        lacking = f", without {wrong[0]}" if wrong and wrong[0] not in found else ""
+        raise ValueError(f"{shown}{lacking}: not what torchrun sets for a rank; unset RANK to start ranks from here")
 
 
 def check_writable(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -136,6 +137,7 @@ def steps(request: ValidateRequest, quick: bool) -> Iterator[Step]:
 
 
 def run(request: ValidateRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the step that runs ends too
     done: list[Step] = []
     report = request.out / "report"
     for step in steps(request, args.quick):
@@ -173,17 +175,25 @@ def _take(step: Step, seconds: float) -> None:
                 output, errors = process.communicate(timeout=seconds)
                 step.code = process.returncode
             except subprocess.TimeoutExpired:
-                process.terminate()  # and with it, its ranks
-                try:
-                    output, errors = process.communicate(timeout=30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    output, errors = process.communicate()
+                output, errors = _end(process)
+            except BaseException:
+                _end(process)
+                raise
         in_file = file.exists()
         step.results = _parsed(file.read_text() if in_file else output)
         shown = output if in_file or step.results is None else ""
         step.said = without_names(shown if step.passed else f"{shown}\n{errors[-4000:]}").strip()
     step.seconds = time.monotonic() - start
+
+
+def _end(process: subprocess.Popen) -> tuple[str, str]:
+    """End a step, and with it its ranks; what it said."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
 
 
 def _parsed(text: str) -> Any:

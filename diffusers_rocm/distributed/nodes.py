@@ -1,6 +1,7 @@
 """Nodes that run one command together: their launchers meet, and watch each other."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,9 +19,13 @@ from .. import __version__
 from .root_cause import Cause
 
 
+logger = logging.getLogger(__name__)
+
 # Seconds between two signs of life; without one after which a node is to blame for what failed here, or is given up
 # where nothing has failed; and for the others' last word.
 BEAT, SILENT, LOST, PATIENCE = 0.5, 3.0, 30.0, 8.0
+# Seconds of waiting for node 0 before that is said.
+NOTICE = 5.0
 
 
 @dataclass(frozen=True)
@@ -84,17 +89,22 @@ class Meeting:
         self._thread.start()
 
     def _connect(self) -> TCPStore:
-        nodes = self._nodes
+        nodes, begun = self._nodes, time.monotonic()
+        told = False
         while nodes.rank:  # until somebody listens: torch would fill the screen with its attempts
             try:
                 socket.create_connection((nodes.address, nodes.port), timeout=5).close()
                 break
-            except OSError as error:
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or error
                 if time.monotonic() > self._deadline:
                     raise NodesFailed(
-                        f"waited {nodes.timeout:g} s for node 0 at {nodes.endpoint}: {error.strerror or error}; is "
-                        "the command running there, with this --master-addr and --port? --node-timeout waits longer"
+                        f"waited {nodes.timeout:g} s for node 0 at {nodes.endpoint}: {reason}; is the command running "
+                        "there, with this --master-addr and --port? --node-timeout waits longer"
                     ) from None
+                if not told and time.monotonic() > begun + NOTICE:
+                    logger.warning("node 0 at %s is not there yet: %s", nodes.endpoint, reason)
+                    told = True
             time.sleep(0.5)
         made: list[TCPStore | RuntimeError] = []
 

@@ -36,6 +36,11 @@ def slurm_rank(environment: Mapping[str, str], port: int, devices: int) -> dict[
     names = environment.get("SLURM_STEP_NODELIST")
     if tasks is None or nodes is None or tasks <= nodes or rank is None or local is None or not names:
         return {}
+    if rank >= tasks or tasks % nodes:
+        raise ValueError(
+            f"Slurm's task {rank} of {tasks} on {nodes} nodes is no rank: give each node as many tasks "
+            "(--ntasks-per-node)"
+        )
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(0 if devices == 1 else local),

@@ -43,7 +43,7 @@ def check_kinds(torch_dtype: Any, text_encoders: Any, quantization_config: Any, 
             "quantization_config must be a TorchAoConfig, TorchAoConfig(Int8WeightOnlyConfig()), say, or a "
             f"PipelineQuantizationConfig; got {quantization_config!r}"
         )
-    if not isinstance(pipeline, type) or not issubclass(pipeline, DiffusionPipeline):
+    if not hasattr(pipeline, "from_pretrained"):
         raise ValueError(f"pipeline must be a class of pipelines, FluxImg2ImgPipeline, say; got {pipeline!r}")
 
 

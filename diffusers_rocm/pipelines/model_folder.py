@@ -28,8 +28,6 @@ class ModelFolder:
     def __init__(self, model: str):
         self.model = model
         index = self._json("model_index.json")
-        if not isinstance(index, dict):
-            raise ValueError(f"{model}: its model_index.json is not that of a pipeline")
         entries = {name: index.get(name) for name in ("transformer", "unet", "vae")}
         classes = {name: x[1] for name, x in entries.items() if isinstance(x, list) and len(x) == 2 and x[1]}
         found = {name: x for name, x in index.items() if isinstance(x, list) and len(x) == 2 and x[1]}
@@ -45,9 +43,12 @@ class ModelFolder:
         self._denoiser, self.denoiser_class = next(iter(classes.items()))
 
     def _json(self, name: str) -> dict:
+        here = Path(self.model).exists()
+        if not here and "/" not in self.model:
+            raise ValueError(f"{self.model}: there is no such folder, and ids on the Hub are OWNER/NAME")
         try:
-            file = Path(self.model, name) if Path(self.model).exists() else Path(hf_hub_download(self.model, name))
-            return json.loads(file.read_text())
+            file = Path(self.model, name) if here else Path(hf_hub_download(self.model, name))
+            found = json.loads(file.read_text())
         except (FileNotFoundError, NotADirectoryError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError):
             raise ValueError(
                 f"{self.model}: no {name} there; give a local folder of a diffusers pipeline, or the id of one on the "
@@ -55,6 +56,9 @@ class ModelFolder:
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.model}: its {name} is not JSON ({error})") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.model}: its {name} holds no names and values")
+        return found
 
     def config(self, component: str) -> dict:
         return self._json(f"{component}/config.json")
@@ -91,21 +95,46 @@ class ModelFolder:
         if mode == "tile":
             check_tiles(self.vae_class)
 
+    def head_counts(self) -> dict[str, int]:
+        """Kinds of heads -> how many the denoiser has; nothing where its class has no tensor-parallel plan.
+
+        Raises:
+            ValueError: the config does not say it.
+        """
+        cls = getattr(diffusers, self.denoiser_class, None)
+        if cls is None:
+            raise ValueError(
+                f"{self.model}: its {self.denoiser_class} is not known to diffusers {diffusers.__version__}"
+            )
+        config = {key: each.default for key, each in inspect.signature(cls.__init__).parameters.items()}
+        config |= self.denoiser_config()
+        try:
+            plan = get_tensor_parallel_plan(cls)
+        except ValueError:
+            return {}
+        try:
+            counts = plan.head_counts(config)
+        except (TypeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{self.model}: the config of its {cls.__name__} has no number of heads ({error})"
+            ) from None
+        for heads, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{self.model}: by its config the {cls.__name__} has {count!r} attention {heads}")
+        return counts
+
     def check_degrees(self, degrees: Mapping[str, int]) -> None:
         """Raises ValueError where the denoiser has no plan for what is asked, or too few heads."""
-        tp, ulysses, name = degrees["tp"], degrees["ulysses"], self.denoiser_class
-        cls = getattr(diffusers, name, None)
-        if cls is None:
-            raise ValueError(f"{self.model}: its {name} is not known to diffusers {diffusers.__version__}")
+        tp, ulysses, counts = degrees["tp"], degrees["ulysses"], self.head_counts()
         if degrees["ring"] * ulysses > 1:
-            get_context_parallel_plan(cls)
-        if tp == 1:
-            return
-        plan = get_tensor_parallel_plan(cls)
-        config = {key: each.default for key, each in inspect.signature(cls.__init__).parameters.items()}
-        for heads, count in plan.head_counts(config | self.denoiser_config()).items():
+            get_context_parallel_plan(getattr(diffusers, self.denoiser_class))
+        if tp > 1:
+            get_tensor_parallel_plan(getattr(diffusers, self.denoiser_class))
+        for heads, count in counts.items():
             if tp * ulysses > count:
-                asked = f"--tp {tp}" + (f" with --ulysses {ulysses}" if ulysses > 1 else "")
+                asked = [f"--{name} {degree}" for name, degree in (("tp", tp), ("ulysses", ulysses)) if degree > 1]
+                way_out = f"--tp <= {count // ulysses}" if 1 < tp and ulysses <= count else f"--ulysses <= {count}"
+                way_out += ", and --ring for the rest" if tp == 1 else ""
                 raise ValueError(
-                    f"{asked} exceeds the {count} attention {heads} of {self.model}; use --tp <= {count // ulysses}"
+                    f"{' with '.join(asked)} exceeds the {count} attention {heads} of {self.model}; use {way_out}"
                 )

@@ -36,8 +36,11 @@ def time_product(device: torch.device) -> float:
 
 
 def stragglers(seconds: Sequence[float]) -> dict[int, float]:
-    """rank -> how many times the median of all it takes, of those that take too long."""
-    median = statistics.median(seconds)
+    """rank -> how many times the median of all it takes, of those that take too long.
+
+    Of an even number it is the lower median: of two ranks, the faster one.
+    """
+    median = statistics.median_low(seconds)
     return {rank: each / median for rank, each in enumerate(seconds) if median > 0 and each > STRAGGLER * median}
 
 
@@ -59,5 +62,5 @@ def compare_paces(steps: Sequence[float], device: torch.device, world: Axis) -> 
         compared.append(("the same matrix product", product))
     for what, values in compared:
         for rank, times in stragglers(values).items():
-            shown = f"{values[rank]:.2f} and {statistics.median(values):.2f} ms"
+            shown = f"{values[rank]:.2f} and {statistics.median_low(values):.2f} ms"
             logger.warning("rank %d is a straggler: %s takes %.2f times the median (%s)", rank, what, times, shown)

@@ -7,6 +7,7 @@ group that sends nothing. What is counted is therefore what will be done: there 
 import contextlib
 import functools
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -127,7 +128,12 @@ def rehearse(
         noted = collective_calls(functools.partial(_note_exchange, ledger, names))
         with without_values, torch.no_grad(), _Count(ledger, held) as count, noted:
             _repeat_equal_blocks(model, ledger)
-            (output,) = model(**given)
+            try:
+                (output,) = model(**given)
+            except Exception as error:
+                if world > 1:  # what one rank can have, several can
+                    raise
+                raise cannot_be_had(known.cls, config, error) from error
         ledger.activations, ledger.output = count.most, output.nbytes
     return ledger
 
@@ -136,11 +142,20 @@ def rehearse(
 def _ranks_that_are_not_there(world: int) -> Iterator[None]:
     if dist.is_initialized():
         raise ValueError("a plan is made without a process group, and this process has one")
+    hook = sys.excepthook  # which torch replaces by one that names the rank, for good
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def cannot_be_had(name: str, config: Mapping[str, Any], error: Exception) -> ValueError:
+    """A class that fails with the config of somebody's folder."""
+    shown = ", ".join(f"{key}={value!r}" for key, value in config.items() if not key.startswith("_"))
+    why = str(error).strip().partition("\n")[0]
+    return ValueError(f"{name} cannot be had with {shown}: {type(error).__name__}{why and f': {why}'}")
 
 
 def _build(known: KnownModel, config: Mapping[str, Any], dtype: torch.dtype) -> ModelMixin:
@@ -148,8 +163,8 @@ def _build(known: KnownModel, config: Mapping[str, Any], dtype: torch.dtype) -> 
     with _default(dtype), mock.patch.object(nn.Linear, "reset_parameters"):
         try:
             model = getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
-        except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-            raise ValueError(f"{known.cls} cannot be had with {config}: {error}") from error
+        except Exception as error:  # classes check little of their configs
+            raise cannot_be_had(known.cls, config, error) from error
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

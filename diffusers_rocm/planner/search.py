@@ -25,6 +25,7 @@ MANY = 9
 
 # Bytes of a weight, and of a Linear's weight in 8 or 4 bits, scales included.
 WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "int8": 1.01, "fp8": 1.01, "int4": 0.56}
+QUANTIZED = ("int8", "fp8", "int4")
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,13 @@ def search(
     Raises:
         ValueError: a class that diffusers or transformers lacks.
     """
-    around = _around_denoising(subject, size, machine, _computed(dtype))
+    around = _around_denoising(subject, size, machine, computed(dtype))
     found, dropped, ledgers = [], [], {}
     by_tp: dict[int, list[tuple[dict[str, int], str]]] = {}
     for degrees, rotate_method in meshes(machine, subject.forwards):
         if wanted(degrees):
             by_tp.setdefault(degrees.get("tp", 1), []).append((degrees, rotate_method))
-    for _, of_tp in sorted(by_tp.items()):
+    for tp, of_tp in sorted(by_tp.items()):
         fastest = min((each.step for each in found), default=math.inf)
         before = len(found)
         for degrees, rotate_method in of_tp:
@@ -139,7 +140,7 @@ def search(
             key = (*shared.items(), rotate_method)
             try:
                 if key not in ledgers:
-                    given = subject.known, size, shared, subject.config, _computed(dtype), rotate_method
+                    given = subject.known, size, shared, subject.config, computed(dtype), rotate_method
                     ledgers[key] = rehearse(*given)
             except ValueError as error:
                 dropped.append(Dropped(name, str(error)))
@@ -147,8 +148,20 @@ def search(
             each = _candidate(degrees, rotate_method, ledgers[key], around, subject, machine, dtype, compiled)
             (found if isinstance(each, Candidate) else dropped).append(each)
         if machine.world > MANY and len(found) > before and min(each.step for each in found[before:]) > fastest:
+            if tp < max(by_tp):
+                dropped.append(Dropped(f"tp>{tp}", f"not looked at: tp={tp} is slower than less"))
             break
     return sorted(found, key=lambda each: each.step), dropped
+
+
+def never_made(subject: Subject, machine: Machine) -> list[Dropped]:
+    """Kinds of meshes that `meshes` leaves out."""
+    found = []
+    if subject.forwards == 1 and machine.world % 2 == 0:
+        found.append(Dropped("cfg=2", "a step is one forward, without guidance that two could share (--guidance)"))
+    if machine.nodes > 1:
+        found.append(Dropped(f"tp>{machine.gpus}", "its sums in every layer would go between nodes"))
+    return found
 
 
 def _around_denoising(subject: Subject, size: Size, machine: Machine, dtype: torch.dtype) -> dict[str, float]:
@@ -188,17 +201,18 @@ def _candidate(
 
 def one_gpu(subject: Subject, size: Size, machine: Machine, dtype: str, compiled: bool) -> float:
     """Seconds of a step of one GPU that has room for all of it."""
-    ledger = rehearse(subject.known, size, {}, subject.config, _computed(dtype))
+    ledger = rehearse(subject.known, size, {}, subject.config, computed(dtype))
     return subject.forwards * predict(ledger, {}, machine.gpu, machine.links, machine.gpus, compiled).total
 
 
-def _computed(dtype: str) -> torch.dtype:
+def computed(dtype: str) -> torch.dtype:
+    """What a forward is computed in, with weights of this dtype."""
     return getattr(torch, dtype) if dtype in ("float16", "float32") else torch.bfloat16
 
 
 def denoise_bytes(ledger: Ledger, dtype: str) -> float:
     """Weights in their dtype, and what a step holds besides."""
-    small = WEIGHT_BYTES[dtype] / 2 if dtype in ("int8", "fp8", "int4") else 1.0
+    small = WEIGHT_BYTES[dtype] / 2 if dtype in QUANTIZED else 1.0
     return ledger.weights - ledger.linears * (1 - small) + ledger.activations
 
 

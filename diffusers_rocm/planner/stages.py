@@ -9,7 +9,7 @@ from torch import nn
 
 from ..benchmarks.known_models import Size
 from ..loaders.text_encoder import placements_of
-from .rehearsal import rehearsed
+from .rehearsal import cannot_be_had, rehearsed
 from .subject import VAE, Part
 
 
@@ -17,15 +17,18 @@ def encoder_bytes(part: Part, ranks: int, dtype: torch.dtype) -> tuple[int, int]
     """Bytes of a text encoder: whole, and the first rank's part of one that is sharded, or of a whole one again.
 
     Raises:
-        ValueError: transformers has no such class.
+        ValueError: transformers has no such class, or it fails with this config.
     """
     name, config = part
     cls = getattr(transformers, name, None)
     if cls is None:
         raise ValueError(f"transformers {transformers.__version__} has no {name}")
-    with init_empty_weights():
-        model = cls(cls.config_class(**config))
-    model.tie_weights()
+    try:
+        with init_empty_weights():
+            model = cls(cls.config_class(**config))
+        model.tie_weights()
+    except Exception as error:
+        raise cannot_be_had(name, config, error) from error
     whole = _numel(model) * dtype.itemsize
     try:
         placements = placements_of(model, ranks)
@@ -49,7 +52,7 @@ def decode_bytes(vae: VAE, size: Size, dtype: torch.dtype, tiled: bool) -> int:
     """Bytes of the VAE, and of what it holds at most while it decodes a picture or a video, or one tile of it.
 
     Raises:
-        ValueError: diffusers has no such class.
+        ValueError: diffusers has no such class, or it fails with this config.
     """
     cls = getattr(diffusers, vae.cls, None)
     if cls is None:
@@ -66,4 +69,7 @@ def decode_bytes(vae: VAE, size: Size, dtype: torch.dtype, tiled: bool) -> int:
             shape.insert(2, (frames - 1) // vae.time + 1)
         model.decode(torch.empty(shape, dtype=dtype), return_dict=False)
 
-    return sum(rehearsed(lambda: cls.from_config(dict(vae.config)), decode, dtype))
+    try:
+        return sum(rehearsed(lambda: cls.from_config(dict(vae.config)), decode, dtype))
+    except Exception as error:
+        raise cannot_be_had(vae.cls, vae.config, error) from error

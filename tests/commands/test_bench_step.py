@@ -192,6 +192,14 @@ class TestBenchStep(unittest.TestCase):
     def test_mesh(self, text, wanted):
         assert parse_mesh(text) == wanted
 
+    def test_what_did_not_run_is_no_success(self):
+        stdout, stderr = StringIO(), StringIO()
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            code = commands.main(
+                ["bench", "step", "--device", "cpu", "--mesh", "tp=1", "--resolution", "64", "--config", "foo=bar"]
+            )
+        assert code == 1 and "one rank, eager: not run: " in stderr.getvalue(), stderr.getvalue()
+
     @parameterized.expand(
         [
             ("axis", ["--mesh", "xp=2"], "'xp=2' is none of cfg=N, ring=N"),

@@ -1,9 +1,14 @@
 """`diffusers-rocm plan`."""
 
 import json
+import re
+import shutil
+import sys
+import tempfile
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +38,44 @@ class TestPlan(unittest.TestCase):
         assert code == 0 and "FluxTransformer2DModel, tp=4: at most " in text, text
         assert ("replicated on every rank" in text and "time_text_embed" in text) == explain
         assert "matches nothing" not in text and "without a rule" not in text
+
+    def test_explain_what_is_quantised(self):
+        """Linears take a byte, all else stays; and torch's words for an error of a rank are not there afterwards."""
+        hook, sizes = sys.excepthook, {}
+        for dtype in ("bfloat16", "int8", "int4"):
+            code, text, _ = plan("--gpus", "2", "--tp", "2", "--dtype", dtype, "--explain", "--model", "flux")
+            line = next(line for line in text.splitlines() if line.startswith("FluxTransformer2DModel, tp=2"))
+            assert code == 0, text
+            sizes[dtype] = float(re.search(r"of (\S+) GB", line)[1])
+        assert 0.5 < sizes["int8"] / sizes["bfloat16"] < 0.51 and sizes["int4"] < 0.57 * sizes["int8"], sizes
+        assert sys.excepthook is hook
+
+    def test_what_is_never_made_is_said(self):
+        _, text, _ = plan("--gpus", "2", "--nodes", "2", "--memory", "16GB")
+        assert "cfg=2: a step is one forward, without guidance" in text, text
+        assert "tp>2: its sums in every layer would go between nodes" in text, text
+        assert "--nnodes 2 --node-rank RANK --master-addr HOST" in text, text
+
+    @parameterized.expand(
+        [
+            ("list", "transformer/config.json", "[1]", "its transformer/config.json holds no names and values"),
+            ("vae", "vae/config.json", "[]", "its vae/config.json holds no names and values"),
+            ("no heads", "transformer/config.json", {"num_attention_heads": 0}, "cannot be had with"),
+            ("negative", "transformer/config.json", {"num_attention_heads": -3}, "cannot be had with"),
+            ("word", "transformer/config.json", {"num_attention_heads": "many"}, "num_attention_heads='many'"),
+            ("dims", "transformer/config.json", {"axes_dims_rope": [1, 2]}, "axes_dims_rope=[1, 2]"),
+            ("channels", "vae/config.json", {"block_out_channels": "abc"}, "AutoencoderKL cannot be had with"),
+            ("hidden", "text_encoder/config.json", {"hidden_size": -1}, "CLIPTextModel cannot be had with"),
+        ]
+    )
+    def test_a_broken_folder_is_one_line(self, _, name, content, said):
+        with tempfile.TemporaryDirectory() as parent:
+            folder = Path(shutil.copytree(EMBEDDED_MODEL, Path(parent, "model")))
+            if isinstance(content, dict):
+                content = json.dumps(json.loads((folder / name).read_text()) | content)
+            (folder / name).write_text(content)
+            code, text, errors = plan("--gpus", "2", "--model", str(folder))
+        assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
 
     def test_meshes(self):
         code, text, _ = plan("--gpus", "2", "--memory", "16GB", "--link", "12GB/s", "--dtype", "float32", "--explain")
@@ -68,6 +111,9 @@ class TestPlan(unittest.TestCase):
             (("--gpus", "2", "--gpu", "H200", "--measure"), "--measure measures the GPUs that are here"),
             (("--tp", "9"), "tp=9 exceeds the 8 attention heads"),
             (("--model", "./no-such", "--gpus", "2"), "./no-such: no model_index.json there"),
+            (("--model", "no-such", "--gpus", "2"), "no-such: there is no such folder, and ids on the Hub are OWNER/"),
+            (("--gpus", "2", "--frames", "5"), "5 frames: a FluxTransformer2DModel makes pictures"),
+            (("--gpus", "2", "--model", "wan", "--resolution", "480", "--frames", "4"), "makes 1 or 5"),
         ]
     )
     def test_bad_input_is_one_line(self, arguments, said):

@@ -44,6 +44,9 @@ class TestOptions(unittest.TestCase):
     @parameterized.expand(
         [
             ("no GPUs", ["--gpus", "0"], "--gpus takes a number from 1, or all; got '0'"),
+            ("heads", ["--device", "cpu", "--ulysses", "9"], "--ulysses 9 exceeds the 8 attention heads of .*--ring"),
+            ("both", ["--device", "cpu", "--ulysses", "3", "--tp", "3"], ".*use --tp <= 2"),
+            ("encoder", ["--text-encoders", "nope=shard"], "--text-encoders nope=shard: .* has text_encoder, "),
             ("word", ["--gpus", "two"], "--gpus takes a number from 1, or all; got 'two'"),
             ("negative", ["--gpus", "-1"], "--gpus takes a number from 1, or all; got '-1'"),
             ("all of none", ["--gpus", "all", "--device", "cpu"], "--gpus all: there are no GPUs; with --device cpu"),
@@ -118,6 +121,20 @@ class TestOptions(unittest.TestCase):
         assert self.run_here("generate", "--tp", "2", **slurm)[3].call_args.kwargs["nodes"].count == 2
         assert self.run_here("generate", "--tp", "2", "--nnodes", "1", **slurm)[3].call_args.kwargs["nodes"].count == 1
 
+    @parameterized.expand(
+        [
+            ("no ranks", {"RANK": "0", "WORLD_SIZE": "0"}),
+            ("no ranks here", {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}),
+            ("a word", {"RANK": "a", "WORLD_SIZE": "2"}),
+            ("beyond", {"RANK": "2", "WORLD_SIZE": "2"}),
+            ("no address", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}),
+        ]
+    )
+    def test_ranks_that_torchrun_would_not_make(self, _, variables):
+        variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"} | variables
+        code, _, err, launch = self.run_here("generate", "--device", "cpu", "--tp", "2", **variables)
+        assert code == 2 and not launch.called and "not what torchrun sets for a rank" in err, err
+
     def test_gpus_choose_a_mesh_and_say_it(self):
         guided = ("--negative-prompt", "y")
         for arguments, world, said in (
@@ -150,6 +167,9 @@ class TestOptions(unittest.TestCase):
         assert choose_mesh(1, guides=True) == choose_mesh(1, guides=False) == {}
         assert choose_mesh(8, guides=True) == {"cfg": 2, "ulysses": 4}
         assert choose_mesh(5, guides=True) == {"ulysses": 5}
+        assert choose_mesh(32, guides=False, heads=24) == {"ring": 2, "ulysses": 16}
+        assert choose_mesh(24, guides=False, heads=24) == {"ulysses": 24}
+        assert choose_mesh(7, guides=False, heads=5) == {"ring": 7}
 
     def test_log_level(self):
         package = logging.getLogger("diffusers_rocm")

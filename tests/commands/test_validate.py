@@ -1,13 +1,18 @@
 """`diffusers-rocm validate`."""
 
 import json
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest import mock
 
+import psutil
 from parameterized import parameterized
 
 from diffusers_rocm import commands
@@ -60,6 +65,19 @@ class TestValidate(unittest.TestCase):
         code, printed, steps, page = self.validate_these([endless], "--timeout", "10")
         assert code == 1 and "0 of 1 passed" in printed and "| Hangs | did not end" in page, page
         assert steps[0]["code"] is None and 10 <= steps[0]["seconds"] < 60
+
+    def test_its_steps_end_with_it(self):
+        command = [sys.executable, "-m", "diffusers_rocm", "validate", "--device", "cpu", "--out", str(self.out)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.read(1)  # the first step has begun
+            deadline = time.monotonic() + 60
+            while not (children := psutil.Process(process.pid).children(recursive=True)):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        _, alive = psutil.wait_procs(children, timeout=30)
+        assert not alive, alive
 
     def test_meshes(self):
         assert validate.meshes(1) == []

@@ -12,6 +12,7 @@ import unittest
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -204,6 +205,15 @@ class TestMeeting(unittest.TestCase):
             f"diffusers-rocm: waited 1 s for node 0 at 127.0.0.1:{port}: Connection refused; is .*--master-addr.*\n"
         )
         assert code == 1 and re.fullmatch(wanted, stderr), stderr
+
+    def test_a_name_that_is_not_known_yet(self):
+        """As that of a node of Kubernetes before it runs: it is waited for, and that is said."""
+        where = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "node-0.invalid", "--port", "29500")
+        with mock.patch("diffusers_rocm.distributed.nodes.NOTICE", 0.1):
+            code, stderr = generate_here("--tp", "2", *where, "--node-timeout", "2", "--out", tempfile.mkdtemp())
+        first, second = stderr.splitlines()
+        assert code == 1 and first.startswith("WARNING: node 0 at node-0.invalid:29500 is not there yet: "), stderr
+        assert second.startswith("diffusers-rocm: waited 2 s for node 0 at node-0.invalid:29500: "), stderr
 
     def test_a_node_that_never_comes(self):
         port = free_port()

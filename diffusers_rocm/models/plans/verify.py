@@ -1,8 +1,9 @@
 """What a plan does to a model, in bytes: checked by the tests, printed by `diffusers-rocm plan --explain`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...hooks.tensor_parallel import STYLES, resolve, sharded_modules
 from . import get_tensor_parallel_plan
@@ -64,12 +65,11 @@ def _pattern(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _nbytes(tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def verify_plan(model: nn.Module, tp: int) -> PlanReport:
+def verify_plan(model: nn.Module, tp: int, linear_bytes: float | None = None) -> PlanReport:
     """Lay the model's plan over `tp` ranks without changing anything; a model on meta will do.
+
+    Args:
+        linear_bytes: of each element of a Linear's weight, where those are to be quantised.
 
     Raises:
         ValueError: the class has no plan, the degree cannot be had, or the model is sharded already.
@@ -78,6 +78,13 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
         raise ValueError(f"tp must be a whole number of ranks, at least 1; got {tp!r}")
     if next(sharded_modules(model), None) is not None:
         raise ValueError(f"this {type(model).__name__} is sharded already; verify the whole model")
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    quantized = {id(module.weight) for module in linears.values() if linear_bytes is not None}
+
+    def nbytes(tensors: Iterable[Tensor]) -> int:
+        sizes = ((linear_bytes if id(x) in quantized else x.element_size()) * x.numel() for x in tensors)
+        return round(sum(sizes))
+
     plan = get_tensor_parallel_plan(type(model))
     unused = tuple(unmatched(model, plan.rules))
     fitting = {rule: style for rule, style in plan.rules.items() if rule not in unused}
@@ -91,7 +98,7 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
         for path, module in found:
             tensors = [*module.parameters(), *module.buffers()]
             explained |= {id(tensor) for tensor in tensors}
-            reasons[path] = (_nbytes(tensors), reason)
+            reasons[path] = (nbytes(tensors), reason)
 
     rank_bytes, cut = [0] * tp, set()
     for placement in placements:
@@ -100,24 +107,23 @@ def verify_plan(model: nn.Module, tp: int) -> PlanReport:
             cut.add(id(tensor))
             for rank in range(tp):
                 if shard.dim is None:
-                    rank_bytes[rank] += _nbytes([tensor]) if rank == 0 else 0
+                    rank_bytes[rank] += nbytes([tensor]) if rank == 0 else 0
                 else:
-                    rank_bytes[rank] += _nbytes([tensor]) // tensor.shape[shard.dim] * shard.size(rank, tp)
+                    rank_bytes[rank] += nbytes([tensor]) * shard.size(rank, tp) // tensor.shape[shard.dim]
     tensors = [*model.parameters(), *model.buffers()]
     whole = [tensor for tensor in tensors if id(tensor) not in cut]
     # Norms within a head and the like are named by a rule too: what they hold is meant to be whole.
     changed = [each.module for each in placements if STYLES[each.style].becomes and each.style != "local_input"]
     named = {id(tensor) for module in changed for tensor in module.parameters()}
     names = {id(x): path for path, x in (*model.named_parameters(), *model.named_buffers())}
-    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     return PlanReport(
         model=type(model).__name__,
         tp=tp,
-        full_bytes=_nbytes(tensors),
-        rank_bytes=tuple(size + _nbytes(whole) for size in rank_bytes),
-        replicated_bytes=_nbytes(whole),
-        unexplained={names[id(x)]: _nbytes([x]) for x in whole if id(x) not in explained | named},
+        full_bytes=nbytes(tensors),
+        rank_bytes=tuple(size + nbytes(whole) for size in rank_bytes),
+        replicated_bytes=nbytes(whole),
+        unexplained={names[id(x)]: nbytes([x]) for x in whole if id(x) not in explained | named},
         reasons=reasons,
         unused_rules=unused,
-        unsharded_linears=tuple(path for path, module in linears if id(module.weight) not in cut | explained),
+        unsharded_linears=tuple(path for path, module in linears.items() if id(module.weight) not in cut | explained),
     )
