@@ -28,6 +28,9 @@ VERSIONS = {
     "gfx942": 90402,
     "gfx90a": 90010,
     "gfx1151": 110501,
+    "gfx1030": 100300,
+    "gfx950": 90500,
+    "gfx1201": 120001,
 }
 BUS = "/sys/bus/pci/devices"
 

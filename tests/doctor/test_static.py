@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffusers_rocm.distributed.environment import unset
 from diffusers_rocm.doctor import cards, host
 from diffusers_rocm.doctor import settings as settings_checks
 from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, STATUSES, WARNING, Finding, exit_code
@@ -201,8 +202,16 @@ class TestVariablesOfAMD:
         assert cards.aotriton(off).status == WARNING
         assert cards.aotriton(machine(tmp_path, files)).status == OK
 
-    def test_aotriton_on_instinct(self, tmp_path):
-        assert cards.aotriton(machine(tmp_path, radeons("gfx942", "gfx90a"), environment={})).status == SKIPPED
+    @pytest.mark.parametrize("architecture", ["gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1201"])
+    def test_what_the_launcher_would_set(self, tmp_path, architecture):
+        """And nothing else is what is missed."""
+        given = machine(tmp_path, radeons(architecture), environment={})
+        names = {setting.name for setting in unset({architecture}, 1, {})}
+        for check, name in (
+            (cards.aotriton, "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"),
+            (cards.miopen_find_mode, "MIOPEN_FIND_MODE"),
+        ):
+            assert check(given).status == (WARNING if name in names else SKIPPED)
 
     @pytest.mark.parametrize("value, status", [(None, WARNING), ("NORMAL", WARNING), ("FAST", OK), ("2", OK)])
     def test_miopen(self, tmp_path, value, status):
@@ -345,11 +354,24 @@ class TestHost:
             ("intel_iommu=on,sm_on", WARNING),
             ("quiet", WARNING),
             ("iommu=nopt", WARNING),
+            ("amd_iommu=pt", WARNING),  # which means nothing
+            ("iommu.passthrough=1", OK),
+            ("iommu.passthrough=0", WARNING),
         ],
     )
     def test_iommu(self, tmp_path, line, status):
         files = radeons(*TWO) | {"/proc/cmdline": line}
         assert host.iommu(machine(tmp_path, files)).status == status
+
+    @pytest.mark.parametrize("kinds, status", [(("identity",) * 2, OK), (("identity", "DMA-FQ"), WARNING)])
+    def test_iommu_by_its_groups(self, tmp_path, kinds, status):
+        """What a kernel does that was built to, and given nothing of it."""
+        groups = {f"/sys/kernel/iommu_groups/{index}/type": f"{kind}\n" for index, kind in enumerate(kinds)}
+        files = radeons(*TWO) | {"/proc/cmdline": "quiet"} | groups
+        assert host.iommu(machine(tmp_path, files)).status == status
+        # Where a card's own group is known the others do not count.
+        own = {f"{BUS}/0000:{address}:00.0/iommu_group/type": "identity" for address in ("03", "23")}
+        assert host.iommu(machine(tmp_path, files | own)).status == OK
 
     def test_no_iommu(self, tmp_path):
         files = radeons(*TWO) | {"/proc/cmdline": "quiet", "/sys/class/iommu/ivhd0/version": None}
