@@ -79,7 +79,7 @@ def across_nodes(mine: Place, seconds: float, probe: bool, clean: Callable[[str]
         return
     device = everyone[0].device  # one that is judged alike by all, should a rank have been given another
     outcome = _exchange(world, device, [each.local_rank for each in everyone], seconds, clean)
-    yield replace(collectives(outcome, world.size), name="collectives")
+    yield replace(collectives(outcome, world.size, device), name="collectives")
     yield replace(bandwidth(outcome, device), name="bandwidth")
     nodes = {rank: each.node for rank, each in enumerate(everyone)}
     yield replace(channels(outcome, device, nodes, any(each.rdma for each in everyone)), name="channels")
