@@ -175,6 +175,12 @@ class TestDoctor:
         assert code == 1 and "/home/USER/HOST.xml" in output
         assert "somebody" not in output and "thatbox" not in output and "hf_secret" not in output
 
+    @mock.patch.object(privacy.getpass, "getuser", lambda: "unset")
+    def test_a_fix_is_to_be_pasted(self):
+        """Whatever the user is called."""
+        with mock.patch.dict(os.environ, {"NCCL_P2P_DISABLE": "please"}):
+            assert " fix: unset NCCL_P2P_DISABLE\n" in run("--static", "--device", "cpu")[1]
+
     def test_a_machine_of_radeons(self, tmp_path, monkeypatch):
         """The whole command on a folder that stands in for one, with the CPU's own GPU among its cards."""
         given = machine(tmp_path, radeons("gfx1100", "gfx1036"), environment={})
