@@ -16,6 +16,7 @@ from ..distributed.launching import end_rank, under_torchrun
 from ..doctor.across_nodes import Place, across_nodes
 from ..doctor.finding import SKIPPED, Finding, as_json, exit_code, line, problem, summary
 from ..doctor.machine import Machine, TorchBuild
+from ..doctor.privacy import without_names
 from ..doctor.probes import ask_torch, run_probes
 from ..doctor.static import static_checks
 from . import env
@@ -69,10 +70,9 @@ def run(request: DoctorRequest, args: argparse.Namespace, argv: list[str]) -> in
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is being tried ends too
     findings = []
     for finding in diagnose(request, args):
-        shown = replace(finding, seen=without_names(finding.seen), fix=without_names(finding.fix))
-        findings.append(shown)
-        if not args.json and shown.status != SKIPPED and _speaks():
-            print(line(shown), flush=True)
+        findings.append(finding)
+        if not args.json and finding.status != SKIPPED and _speaks():
+            print(line(finding), flush=True)
     if _speaks():
         content = {"versions": env.packages(), "findings": as_json(findings), "exit_code": exit_code(findings)}
         print(json.dumps(content, indent=2) if args.json else summary(findings), flush=True)
@@ -82,10 +82,10 @@ def run(request: DoctorRequest, args: argparse.Namespace, argv: list[str]) -> in
     return code
 
 
-def without_names(text: str) -> str:
+def clean(text: str) -> str:
     """The text without the user, this machine, and the one where the ranks meet."""
     first = os.environ.get("MASTER_ADDR")
-    return env.without_names(text.replace(first, "HOST") if first else text)
+    return without_names(text.replace(first, "HOST") if first else text)
 
 
 def _speaks() -> bool:
@@ -93,6 +93,7 @@ def _speaks() -> bool:
 
 
 def diagnose(request: DoctorRequest, args: argparse.Namespace) -> Iterator[Finding]:
+    """Findings that name nobody. Their fixes are our own words, and are left as they are."""
     machine = Machine(request.build)
     if under_torchrun():
         init("cpu", timeout=timedelta(seconds=2 * args.timeout + 60))
@@ -105,8 +106,13 @@ def diagnose(request: DoctorRequest, args: argparse.Namespace) -> Iterator[Findi
             versions=env.packages() | {"CUDA": str(torch.version.cuda), "ROCm": str(torch.version.hip)},
             settings=env.settings(),
         )
-        yield from across_nodes(mine, args.timeout, not args.static, without_names)
+        yield from across_nodes(mine, args.timeout, not args.static, clean)
         return
+    for finding in _of_this_machine(request, args, machine):
+        yield replace(finding, seen=clean(finding.seen))
+
+
+def _of_this_machine(request: DoctorRequest, args: argparse.Namespace, machine: Machine) -> Iterator[Finding]:
     yield from _torch_answers(request)
     yield from static_checks(machine)
     if not args.static and (not request.failure or request.device == "cpu"):

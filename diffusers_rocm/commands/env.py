@@ -1,14 +1,12 @@
 """`diffusers-rocm env`: what this machine and its libraries are, made to be pasted into an issue."""
 
 import argparse
-import getpass
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
+from ..doctor.privacy import without_names
 
 
 PACKAGES = (
@@ -28,6 +27,7 @@ PACKAGES = (
 VARIABLES = re.compile(
     r"(NCCL|RCCL|HSA|HIP|ROCR|ROCM|GPU|CUDA|TORCH|PYTORCH|TORCHINDUCTOR|MIOPEN|GLOO|OMP|AITER|UCX|FI)_\w+"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_PORT"
+    r"|DIFFUSERS_ATTN_BACKEND|HF_HUB_OFFLINE|LD_LIBRARY_PATH"
 )
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
 # What tells how the GPUs are linked, the first of these that there is.
@@ -127,19 +127,6 @@ def _topology() -> str | None:
         return f"{' '.join(tool)}: {type(error).__name__}"
     colours = re.compile(r"\x1b\[[0-9;]*m")
     return without_names(f"$ {' '.join(tool)}\n{colours.sub('', result.stdout or result.stderr).strip()}")
-
-
-def without_names(text: str) -> str:
-    """The text without the home folder, the user and the machine."""
-    text = text.replace(str(Path.home()), "~")
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # an id without a name
-        user = ""
-    for name, instead in ((user if user != "root" else "", "USER"), (socket.gethostname(), "HOST")):
-        if name:
-            text = re.sub(rf"\b{re.escape(name)}\b", instead, text)
-    return text
 
 
 def report(found: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..distributed.launching import under_torchrun
-from .env import without_names
+from ..doctor.privacy import without_names
 from .ranks import check_writable
 
 

@@ -6,6 +6,7 @@ killed when it hangs. Whatever a rank finds is exchanged before it is judged: al
 
 import json
 import os
+import shlex
 import socket
 import statistics
 import time
@@ -22,10 +23,12 @@ from . import work
 from .children import Outcome, run_ranks
 from .debug_log import DEBUG, judge_transports, parse, telling_lines
 from .finding import OK, SKIPPED, Finding, ok, problem, skipped, warning
+from .privacy import is_whole
 from .probes import bandwidth, collectives
 
 
 CLOCK_ROUNDS, CLOCK_LIMIT = 5, 0.5
+OF_ONE_NODE = "of one node: run `diffusers-rocm doctor` on it, without torchrun"
 # They name a node's own devices, or a rank's own place.
 OF_A_NODE = (
     "RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
@@ -64,7 +67,10 @@ def across_nodes(mine: Place, seconds: float, probe: bool, clean: Callable[[str]
         clean: takes names of users and machines out of what leaves this one.
     """
     world = Axis.of_all()
-    everyone = [Place(**json.loads(text)) for text in all_gather_text(clean(json.dumps(asdict(mine))), world)]
+    # Texts are cleaned, and not what holds them: a user may be called as any word of it is.
+    static = [row | {"seen": clean(row["seen"])} for row in mine.static]
+    mine = replace(mine, static=static, settings={name: clean(value) for name, value in mine.settings.items()})
+    everyone = [Place(**json.loads(text)) for text in all_gather_text(json.dumps(asdict(mine)), world)]
     yield from of_nodes(everyone)
     yield replace(clock(_clocks(world)), name="clocks")
     yield replace(alike("versions", [each.versions for each in everyone]), name="versions")
@@ -73,10 +79,12 @@ def across_nodes(mine: Place, seconds: float, probe: bool, clean: Callable[[str]
         return
     device = everyone[0].device  # one that is judged alike by all, should a rank have been given another
     outcome = _exchange(world, device, [each.local_rank for each in everyone], seconds, clean)
-    yield replace(collectives(outcome, world.size), name="collectives")
+    yield replace(collectives(outcome, world.size, device), name="collectives")
     yield replace(bandwidth(outcome, device), name="bandwidth")
     nodes = {rank: each.node for rank, each in enumerate(everyone)}
     yield replace(channels(outcome, device, nodes, any(each.rdma for each in everyone)), name="channels")
+    for name in ("copies", "peer to peer", "attention kernels", "sdpa"):
+        yield replace(skipped(OF_ONE_NODE), name=name)
 
 
 def of_nodes(everyone: list[Place]) -> Iterator[Finding]:
@@ -114,7 +122,7 @@ def clock(rounds: list[list[int]]) -> Finding:
 def alike(what: str, by_rank: list[Mapping[str, str]]) -> Finding:
     """Ranks that choose algorithms by other settings, or speak other versions, hang in their first collective."""
     names = sorted({name for each in by_rank for name in each} - {*OF_A_NODE})
-    different, fixes, grave = [], [], False
+    different, fixes, private, grave = [], [], [], False
     for name in names:
         groups: dict[str, list[int]] = {}
         for rank, each in enumerate(by_rank):
@@ -124,12 +132,19 @@ def alike(what: str, by_rank: list[Mapping[str, str]]) -> Finding:
             grave = grave or what == "versions" or name.startswith(("NCCL_", "RCCL_"))
             first = by_rank[0].get(name)
             if what == "versions":
-                fixes.append("pip install " + (f"{name}=={first}" if first else name))
+                fixes.append("pip install " + shlex.quote(f"{name}=={first}" if first else name))
+            elif first is None:
+                fixes.append(f"unset {name}")
+            elif is_whole(first):
+                fixes.append(f"export {name}={shlex.quote(first)}")
             else:
-                fixes.append(f"unset {name}" if first is None else f"export {name}={first}")
+                private.append(name)
     if not different:
         return ok(f"{len(names)} are the same on {len(by_rank)} rank(s)")
-    return (problem if grave else warning)("; ".join(different), "; ".join(fixes) + "  # on every node")
+    fix = "; ".join([*fixes, *(f'echo "${name}"' for name in private)]) + "  # on every node"
+    if private:
+        fix += f", where {', '.join(private)} should be what rank 0 has"
+    return (problem if grave else warning)("; ".join(different), fix)
 
 
 def _exchange(
@@ -142,8 +157,12 @@ def _exchange(
     meet = all_gather_text(f"tcp://{os.environ['MASTER_ADDR']}:{port}", world)[0]
     arguments = {"device": device, "local_ranks": local_ranks}
     mine = run_ranks(work.exchange, world.size, arguments, seconds, DEBUG, ranks=[world.rank], meet=meet)
-    told = {"result": mine.results.get(world.rank), "failure": mine.failure, "log": telling_lines(mine.log)}
-    everyone = [json.loads(text) for text in all_gather_text(clean(json.dumps(told)), world)]
+    told = {
+        "result": mine.results.get(world.rank),
+        "failure": clean(mine.failure),
+        "log": telling_lines(mine.log, clean),
+    }
+    everyone = [json.loads(text) for text in all_gather_text(json.dumps(told), world)]
     # Who lost a rank fails, and who waits for one hangs: neither is the cause where there is another.
     failures = [each["failure"] for each in everyone if each["failure"]]
     failures.sort(key=lambda text: (" hung" in text, " failed" in text))

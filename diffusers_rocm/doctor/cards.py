@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from ..distributed.environment import SETTINGS
 from .debug_log import known_bad
 from .finding import Finding, ok, problem, skipped, warning
 from .machine import Machine, number
@@ -19,8 +20,6 @@ INTEGRATED = (
     "gfx902", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037", "gfx1103", "gfx1150", "gfx1151",
     "gfx1152", "gfx1153",
 )  # fmt: skip
-# What AOTriton has never called experimental.
-AOTRITON_SETTLED = ("gfx90a", "gfx942")
 
 
 def torch_build(machine: Machine) -> Finding:
@@ -112,11 +111,16 @@ def architecture(machine: Machine) -> Finding:
     return problem(f"{seen}, not {', '.join(missing)}", INSTALL_ROCM)
 
 
+def _wanting(machine: Machine, name: str) -> list[str]:
+    """Architectures of the GPUs that the launcher would set the variable for."""
+    archs = {arch for setting in SETTINGS if setting.name == name for arch in setting.archs}
+    return sorted(archs & {*_architectures(machine)})
+
+
 def aotriton(machine: Machine) -> Finding:
     """Without it SDPA takes its math kernel in silence, 3.6 to 13 times slower (unsloth #8821)."""
     name = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
-    asking = sorted(set(_architectures(machine)) - {*AOTRITON_SETTLED})
-    value = machine.environment.get(name)
+    asking, value = _wanting(machine, name), machine.environment.get(name)
     if not asking:
         return skipped("no GPU whose attention kernels are experimental")
     if value != "1":
@@ -130,6 +134,8 @@ def aotriton(machine: Machine) -> Finding:
 def miopen_find_mode(machine: Machine) -> Finding:
     """A VAE's first decode tries every algorithm for minutes (YuE #169: 84.5 s, and 7.2 s in FAST)."""
     value = machine.environment.get("MIOPEN_FIND_MODE")
+    if not _wanting(machine, "MIOPEN_FIND_MODE"):
+        return skipped("no GPU that the launcher sets MIOPEN_FIND_MODE for")
     if value is None or value.upper() not in ("FAST", "2"):
         return warning(
             f"MIOPEN_FIND_MODE is {value or 'not set'}: the first decode may take minutes",
@@ -284,7 +290,7 @@ def _judge_topology(links: Topology) -> Finding:
     if off:
         pairs = ", ".join(f"{a} to {b}" for a, b in off[:8]) + (", ..." if len(off) > 8 else "")
         return warning(f"{seen}; the driver lets {pairs} not reach each other", "export NCCL_P2P_DISABLE=1")
-    if {link.kind for link in links.values()} >= {"PCIe"} and len({link.kind for link in links.values()}) > 1:
+    if {link.kind for link in links.values()} - {"unknown"} > {"PCIe"}:
         return warning(
             f"{seen}: groups of GPUs with slower links between them; keep tp and ulysses within one",
             "amd-smi topology || rocm-smi --showtopo || nvidia-smi topo -m",

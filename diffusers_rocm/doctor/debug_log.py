@@ -6,7 +6,7 @@ src/transport/{net,p2p,shm}.cc).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .finding import Finding, ok, problem, warning
@@ -16,9 +16,9 @@ from .finding import Finding, ok, problem, warning
 DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM,GRAPH,ENV"}
 
 CHANNEL = re.compile(
-    r"^(\S+?):(\d+):(\d+)\s+\[(\d+)\]\s+NCCL\s+INFO\s+Channel\s+(\d+)(?:/(\d+))?\s*:\s*"
-    r"(\d+)\[([0-9a-fA-F]+)\]\s*->\s*(\d+)\[([0-9a-fA-F]+)\]\s*(?:\[(send|receive)\]\s*)?"
-    r"via\s+(P2P|SHM|NET)/(.+?)(?:\s+comm\s+(\S+)\s+nRanks\s+(\d+))?\s*$"
+    # What stands before it, where a time may be too, is of no use here.
+    r"\bNCCL\s+INFO\s+Channel\s+\d+(?:/\d+)?\s*:\s*(\d+)\[[0-9a-fA-F]+\]\s*->\s*(\d+)\[[0-9a-fA-F]+\]\s*"
+    r"(?:\[(?:send|receive)\]\s*)?via\s+(P2P|SHM|NET)/(.+?)(?:\s+comm\s+\S+\s+nRanks\s+\d+)?\s*$"
 )
 VERSION = re.compile(r"\b([NR]CCL) version\s*:?\s*(\d+\.\S+)")
 WARN = re.compile(r"\bNCCL WARN (.+?)\s*$")
@@ -68,10 +68,10 @@ def parse(text: str) -> DebugLog:
     """Lines that are none of these, or are cut off, are passed over."""
     channels, warnings, library = {}, {}, ""
     for line in text.splitlines():
-        if match := CHANNEL.match(line):
-            kind, rest = match[12], match[13]
+        if match := CHANNEL.search(line):
+            kind, rest = match[3], match[4]
             transport = f"NET/{rest.split('/')[0]}" if kind == "NET" else kind
-            channels[Channel(int(match[7]), int(match[9]), transport, f"{kind}/{rest}")] = None
+            channels[Channel(int(match[1]), int(match[2]), transport, f"{kind}/{rest}")] = None
         elif match := WARN.search(line):
             known = [said for part, said in _KNOWN_WARNINGS if part in match[1]]
             warnings[known[0] if known else match[1]] = None
@@ -80,11 +80,15 @@ def parse(text: str) -> DebugLog:
     return DebugLog(tuple(channels), library, tuple(warnings))
 
 
-def telling_lines(text: str) -> str:
-    """The lines that `parse` reads, to be sent to another rank."""
-    return "\n".join(
-        line for line in text.splitlines() if CHANNEL.match(line) or WARN.search(line) or VERSION.search(line)
-    )
+def telling_lines(text: str, clean: Callable[[str], str]) -> str:
+    """Of the lines what `parse` reads, to be sent to another rank; a warning's own words are cleaned."""
+    found = []
+    for line in text.splitlines():
+        if match := WARN.search(line):
+            found.append(f"NCCL WARN {clean(match[1])}")
+        elif match := CHANNEL.search(line) or VERSION.search(line):
+            found.append(match[0])
+    return "\n".join(found)
 
 
 def known_bad(text: str) -> str:
@@ -104,12 +108,13 @@ def judge_transports(channels: Sequence[Channel], node_of: Mapping[int, int], rd
     """What the channel lines of a working communicator say of the links.
 
     Args:
-        node_of: by rank.
+        node_of: by rank; a line of others is passed over.
         rdma: whether any node has RDMA devices.
         peers: whether the driver says that GPUs of one node can reach each other's memory.
     """
+    channels = [each for each in channels if {each.sender, each.receiver} <= node_of.keys()]
     if not channels:
-        return warning("the debug log has no channel line", "NCCL_DEBUG=INFO diffusers-rocm doctor")
+        return warning("the debug log has no channel line of these ranks", "NCCL_DEBUG=INFO diffusers-rocm doctor")
     seen = count_pairs(channels)
     inside = [each for each in channels if node_of[each.sender] == node_of[each.receiver]]
     across = [each for each in channels if node_of[each.sender] != node_of[each.receiver]]

@@ -12,11 +12,18 @@ def iommu(machine: Machine) -> Finding:
     line = machine.read("/proc/cmdline")
     if line is None:
         return skipped("the kernel's command line is not readable")
-    settings = re.findall(r"\b(?:amd_iommu|intel_iommu|iommu)=\S+", line)
+    settings = re.findall(r"\b(?:amd_iommu|intel_iommu|iommu|iommu\.passthrough)=\S+", line)
     if not machine.listed("/sys/class/iommu"):
         return ok("there is no IOMMU, or it is off")
-    if any(re.search(r"\biommu=(?:\w+,)*(?:pt|off)\b|_iommu=off", each) for each in settings):
+    through = r"\biommu=(?:\w+,)*(?:pt|off)\b|_iommu=off|\biommu\.passthrough=(?:1|y|on)\b"
+    if any(re.search(through, each) for each in settings):
         return ok(", ".join(settings))
+    cards = [f"/sys/bus/pci/devices/{card}/iommu_group" for card in machine.amd_cards]
+    every = [f"/sys/kernel/iommu_groups/{group}" for group in machine.listed("/sys/kernel/iommu_groups")]
+    kinds = {kind for folder in cards if (kind := machine.read(f"{folder}/type"))}
+    kinds = kinds or {machine.read(f"{folder}/type") for folder in every}
+    if kinds == {"identity"}:  # a kernel may be built to pass through
+        return ok("the cards' groups pass through")
     return warning(
         f"an IOMMU without iommu=pt (the kernel was given {', '.join(settings) or 'nothing of it'})",
         "sudo sed -i 's/^GRUB_CMDLINE_LINUX=\"/&iommu=pt /' /etc/default/grub && sudo update-grub && sudo reboot",

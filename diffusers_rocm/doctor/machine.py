@@ -7,12 +7,15 @@ machine.
 import os
 import re
 import shutil
+import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 AMD, NVIDIA = "0x1002", "0x10de"
@@ -30,6 +33,15 @@ def run_tool(command: Sequence[str]) -> str | None:
         said = (result.stderr or result.stdout).strip().splitlines()
         raise ValueError(f"{' '.join(command)}: exit code {result.returncode}{': ' + said[-1] if said else ''}")
     return result.stdout + result.stderr
+
+
+def addressed_interfaces() -> list[str]:
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    families = (socket.AF_INET, socket.AF_INET6)
+    with_one = (
+        name for name, found in psutil.net_if_addrs().items() if any(each.family in families for each in found)
+    )
+    return sorted(name for name in with_one if name in up)
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class Machine:
         run: runs a tool: what it prints, or None where it is not installed; ValueError where it fails.
         access: whether this user may read and write a file.
         free: bytes that are free where a file lies.
+        addressed: network interfaces that are up and have an address.
     """
 
     torch: TorchBuild
@@ -68,6 +81,7 @@ class Machine:
     run: Callable[[Sequence[str]], str | None] = run_tool
     access: Callable[[Path], bool] = lambda file: os.access(file, os.R_OK | os.W_OK)
     free: Callable[[Path], int] = lambda file: shutil.disk_usage(file).free
+    addressed: Callable[[], Collection[str]] = addressed_interfaces
 
     def path(self, file: str) -> Path:
         return self.root / file.lstrip("/")
@@ -134,6 +148,17 @@ class Machine:
     @property
     def rdma_devices(self) -> list[str]:
         return self.listed("/sys/class/infiniband")
+
+    @property
+    def rdma_ports(self) -> list[str]:
+        """`mlx5_0:1`"""
+        folder = "/sys/class/infiniband"
+        return [f"{each}:{port}" for each in self.rdma_devices for port in self.listed(f"{folder}/{each}/ports")]
+
+    @cached_property
+    def usable_interfaces(self) -> list[str]:
+        addressed = self.addressed()
+        return [name for name in self.interfaces if name in addressed]
 
     @property
     def interfaces(self) -> list[str]:

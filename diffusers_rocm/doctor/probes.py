@@ -17,9 +17,19 @@ from .children import Outcome, run_ranks
 from .debug_log import DEBUG, judge_transports, known_bad, parse
 from .finding import Finding, ok, problem, skipped, warning
 from .machine import TorchBuild
+from .settings import switched_off
 
 
 P2P_OFF = "export NCCL_P2P_DISABLE=1"
+# Gloo listens where the host's name leads, or on the interface that it is given.
+GLOO = 'unset GLOO_SOCKET_IFNAME; ip -brief address; getent hosts "$(hostname)"'
+MEMORY = "sudo dmesg | grep -iE 'mce|edac|hardware error|out of memory'"
+# By what NCCL or RCCL says of a communicator that it cannot make, which is no matter of P2P.
+CAUSES = (
+    ("no socket interface found", "unset NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY"),
+    ("Failed to initialize any NET plugin", "unset NCCL_NET NCCL_NET_PLUGIN"),
+    ("Unrecognized element token", "unset NCCL_ALGO NCCL_PROTO"),
+)
 # Below this no PCIe link of a card is (x4 of generation 3 carries 3.5 GB/s), and something else is wrong.
 SLOW_BUS = 1.0
 # How much faster one way has to be than the other before it is said.
@@ -42,7 +52,7 @@ def run_probes(
     """All of them, one after the other. `gpus` is the number of ranks, of CPU too."""
     if gpus > 1:
         yield replace(
-            copies(run_ranks(work.copy_between, 1, {"device": device, "count": gpus}, seconds)), name="copies"
+            copies(run_ranks(work.copy_between, 1, {"device": device, "count": gpus}, seconds), device), name="copies"
         )
         yield from _collectives(build, device, gpus, seconds, environment)
     else:
@@ -55,14 +65,14 @@ def run_probes(
         yield replace(sdpa(run_ranks(work.ask_sdpa, 1, {"device": device}, seconds)), name="sdpa")
 
 
-def copies(outcome: Outcome) -> Finding:
-    rows = outcome.results.get(0, [])
+def copies(outcome: Outcome, device: str) -> Finding:
+    rows, fix = outcome.results.get(0, []), MEMORY if device == "cpu" else P2P_OFF
     bad = [row for row in rows if row["wrong"]]
     if bad:
         pairs = ", ".join(f"{row['source']} to {row['target']} ({row['wrong']} elements)" for row in bad)
-        return problem(f"contents arrive wrong from {pairs}", P2P_OFF)
+        return problem(f"contents arrive wrong from {pairs}", fix)
     if outcome.failure:
-        return problem(outcome.failure, P2P_OFF)
+        return problem(outcome.failure, fix)
     speeds = [row["gigabytes"] for row in rows]
     worst = min(rows, key=lambda row: row["gigabytes"])
     return ok(
@@ -76,13 +86,13 @@ def _collectives(
 ) -> Iterator[Finding]:
     arguments = {"device": device, "local_ranks": list(range(gpus))}
     outcome = run_ranks(work.exchange, gpus, arguments, seconds, DEBUG)
-    yield replace(collectives(outcome, gpus), name="collectives")
+    yield replace(collectives(outcome, gpus, device), name="collectives")
     yield replace(bandwidth(outcome, device), name="bandwidth")
     if device == "cpu":
         for name in ("peer to peer", "channels"):
             yield replace(skipped("Gloo has no P2P and no channels"), name=name)
         return
-    if environment.get("NCCL_P2P_DISABLE", "0") != "0":
+    if "NCCL_P2P_DISABLE" in switched_off(environment):
         yield replace(skipped("NCCL_P2P_DISABLE is set: P2P was not tried"), name="peer to peer")
     else:
         control = run_ranks(work.exchange, gpus, arguments, seconds, DEBUG | {"NCCL_P2P_DISABLE": "1"})
@@ -107,14 +117,18 @@ def wrong(outcome: Outcome) -> list[str]:
     ]
 
 
-def collectives(outcome: Outcome, world: int) -> Finding:
+def collectives(outcome: Outcome, world: int, device: str) -> Finding:
     library = parse(outcome.log).library
     if bad := wrong(outcome):
-        return problem(f"wrong contents: {', '.join(bad[:4])}", P2P_OFF)
+        return problem(f"wrong contents: {', '.join(bad[:4])}", MEMORY if device == "cpu" else P2P_OFF)
     if outcome.failure:
         if why := known_bad(library):
             return problem(f"{outcome.failure}; {library} is known for it: {why}", INSTALL_ROCM)
-        return problem(outcome.failure, f"{P2P_OFF}  # then: diffusers-rocm doctor --gpus {world}")
+        if device == "cpu":
+            return problem(outcome.failure, GLOO)
+        said = f"{outcome.failure}\n{outcome.log}"
+        known = next((fix for words, fix in CAUSES if words in said), P2P_OFF)
+        return problem(outcome.failure, f"{known}  # then: diffusers-rocm doctor --gpus {world}")
     if why := known_bad(library):
         return warning(f"worked here, but {library}: {why}", INSTALL_ROCM)
     names = dict.fromkeys(what.partition(" of ")[0] for what in outcome.results[0]["wrong"])

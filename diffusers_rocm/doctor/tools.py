@@ -25,8 +25,10 @@ class Link:
 
 
 Topology = Mapping[tuple[int, int], Link]
-_KINDS = {"XGMI": "xGMI", "PCIE": "PCIe", "N/A": "unknown", "UNKNOWN": "unknown"}
+_KINDS = {"XGMI": "xGMI", "PCIE": "PCIe"} | dict.fromkeys(("N/A", "NOT_APPLICABLE", "UNKNOWN"), "unknown")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# A line that begins a list or an object, and not one such as `[WARNING] ...`.
+_JSON = re.compile(r"^\s*(?=[\[{]\s*(?:$|[\[\]{}\"]|\d+\s*,))", re.MULTILINE)
 
 
 def _kind(word: Any) -> str:
@@ -41,15 +43,18 @@ def _number(value: Any) -> int | None:
 
 def amd_smi_topology(text: str) -> Topology:
     """`amd-smi topology --json`: a list of links by GPU (from 6.1.1), maps by `gpu_N` (before), wrapped or not."""
-    start = re.search(r"[\[{]", text)
+    text = _COLOURS.sub("", text)
+    start = _JSON.search(text)
     if start is None:
         raise ValueError("no JSON in it")
     try:
-        content, _ = json.JSONDecoder().raw_decode(text, start.start())
+        content, _ = json.JSONDecoder().raw_decode(text, start.end())
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at character {error.pos} of {len(text)}") from None
+    except RecursionError:
+        raise ValueError("not a list of GPUs: nested too deep") from None
     if isinstance(content, dict) and "gpu" not in content:
-        content = next((value for value in content.values() if isinstance(value, list)), None)
+        content = next((value for value in content.values() if isinstance(value, list) and value), None)
     content = [content] if isinstance(content, dict) else content
     if not isinstance(content, list) or not content:
         raise ValueError("no list of GPUs in it")

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffusers_rocm import commands
-from diffusers_rocm.commands import doctor, env
-from diffusers_rocm.doctor import kernel_work, work
+from diffusers_rocm.commands import doctor
+from diffusers_rocm.doctor import kernel_work, privacy, work
 from diffusers_rocm.doctor.machine import Machine
 from diffusers_rocm.models.attention_dispatch import KERNELS
 
@@ -167,13 +167,19 @@ class TestDoctor:
         assert "collectives            rank 1 was killed by SIGKILL at the collective" in output
         assert "attention flash_cpu    rank 0 was killed by SIGSEGV" in output
 
-    @mock.patch.object(env.getpass, "getuser", lambda: "somebody")
-    @mock.patch.object(env.socket, "gethostname", lambda: "thatbox")
+    @mock.patch.object(privacy.getpass, "getuser", lambda: "somebody")
+    @mock.patch.object(privacy.socket, "gethostname", lambda: "thatbox")
     def test_names_nobody(self):
         with mock.patch.dict(os.environ, {"NCCL_TOPO_FILE": "/home/somebody/thatbox.xml", "HF_TOKEN": "hf_secret"}):
             code, output, _ = run("--static", "--device", "cpu")
         assert code == 1 and "/home/USER/HOST.xml" in output
         assert "somebody" not in output and "thatbox" not in output and "hf_secret" not in output
+
+    @mock.patch.object(privacy.getpass, "getuser", lambda: "unset")
+    def test_a_fix_is_to_be_pasted(self):
+        """Whatever the user is called."""
+        with mock.patch.dict(os.environ, {"NCCL_P2P_DISABLE": "please"}):
+            assert " fix: unset NCCL_P2P_DISABLE\n" in run("--static", "--device", "cpu")[1]
 
     def test_a_machine_of_radeons(self, tmp_path, monkeypatch):
         """The whole command on a folder that stands in for one, with the CPU's own GPU among its cards."""

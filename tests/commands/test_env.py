@@ -14,7 +14,7 @@ import diffusers
 import torch
 
 from diffusers_rocm import commands
-from diffusers_rocm.commands import env
+from diffusers_rocm.doctor import privacy
 
 
 def printed(*options: str) -> str:
@@ -28,15 +28,18 @@ SETTINGS = {
     "NCCL_P2P_DISABLE": "1",
     "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
     "TORCH_HOME": "/home/somebody/models on thatbox",
+    "DIFFUSERS_ATTN_BACKEND": "aiter",
+    "HF_HUB_OFFLINE": "1",
+    "LD_LIBRARY_PATH": "/home/somebody/lib:/opt/rocm/lib",
     "NCCL_API_KEY": "hf_secret",
     "HF_TOKEN": "hf_secret",
     "USER_NOTES": "private",
 }
 
 
-@mock.patch.object(env.getpass, "getuser", lambda: "somebody")
-@mock.patch.object(env.socket, "gethostname", lambda: "thatbox")
-@mock.patch.object(env.Path, "home", lambda: Path("/home/somebody"))
+@mock.patch.object(privacy.getpass, "getuser", lambda: "somebody")
+@mock.patch.object(privacy.socket, "gethostname", lambda: "thatbox")
+@mock.patch.object(privacy.Path, "home", lambda: Path("/home/somebody"))
 class TestEnv(unittest.TestCase):
     def test_text(self):
         with mock.patch.dict(os.environ, SETTINGS):
@@ -48,6 +51,8 @@ class TestEnv(unittest.TestCase):
         ):
             assert line in text.splitlines(), text
         assert "  HSA_OVERRIDE_GFX_VERSION: 11.0.0" in text and "  TORCH_HOME: ~/models on HOST" in text, text
+        for line in ("DIFFUSERS_ATTN_BACKEND: aiter", "HF_HUB_OFFLINE: 1", "LD_LIBRARY_PATH: ~/lib:/opt/rocm/lib"):
+            assert f"  {line}" in text.splitlines(), text
         for private in ("hf_secret", "private", "somebody", "thatbox"):
             assert private not in text, text
         assert "collectives: Gloo" in text and "None" not in text, text

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffusers_rocm.doctor.finding import Finding
 from diffusers_rocm.doctor.machine import Machine, TorchBuild
+from diffusers_rocm.doctor.static import static_checks
 
 
 ROCM = TorchBuild(
@@ -28,6 +30,9 @@ VERSIONS = {
     "gfx942": 90402,
     "gfx90a": 90010,
     "gfx1151": 110501,
+    "gfx1030": 100300,
+    "gfx950": 90500,
+    "gfx1201": 120001,
 }
 BUS = "/sys/bus/pci/devices"
 
@@ -96,7 +101,7 @@ def machine(
     Args:
         files: by absolute path; None for one that is not there after all.
         tools: what they print, or raise, by their whole command line.
-        functions: `access` and `free` of `Machine`.
+        functions: `access`, `free` and `addressed` of `Machine`.
     """
     for name, text in files.items():
         if text is not None:
@@ -110,5 +115,14 @@ def machine(
             raise answer
         return answer
 
-    functions = {"access": lambda file: True, "free": lambda file: 64 << 30} | functions
+    functions = {
+        "access": lambda file: True,
+        "free": lambda file: 64 << 30,
+        "addressed": lambda: ("lo", "eno1"),
+    } | functions
     return Machine(torch, root, dict(environment), run, **functions)
+
+
+def all_of(given: Machine) -> dict[str, Finding]:
+    """Findings of every static check, by its name."""
+    return {each.name: each for each in static_checks(given)}

@@ -1,6 +1,7 @@
 """Nodes compared with each other: real ranks, real processes of theirs."""
 
 import os
+import re
 from dataclasses import asdict, replace
 from unittest import mock
 
@@ -11,6 +12,12 @@ from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, WARNING, Finding
 
 from ..testing_utils import run_ranks
 from . import faulty
+
+
+def clean(text: str) -> str:
+    """Of a machine of this name, and of a user who is called as any of these keys and words of JSON are."""
+    words = r"\b(node|device|static|status|problem|cpu|versions|settings|result|wrong|failure|log|null)\b"
+    return re.sub(words, "USER", text.replace("node1.secret.net", "HOST"))
 
 
 def worker(instead: str, versions: dict[str, str], settings: dict[str, str]) -> list[dict[str, str]]:
@@ -32,7 +39,7 @@ def worker(instead: str, versions: dict[str, str], settings: dict[str, str]) -> 
             settings={name: value if rank == 0 else f"{value}0" for name, value in settings.items()},
         )
         seconds = 10 if instead == "hang_instead" else 120
-        found = across_nodes.across_nodes(mine, seconds, True, lambda text: text.replace("node1.secret.net", "HOST"))
+        found = across_nodes.across_nodes(mine, seconds, True, clean)
         return [asdict(each) for each in found]
 
 
@@ -50,6 +57,9 @@ class TestAcrossNodes:
         for name in ("clocks", "versions", "settings", "collectives", "bandwidth"):
             assert found[name].status == OK, found[name]
         assert found["channels"].status == SKIPPED
+        # What one node shows by itself is said to be missing here.
+        for name in ("copies", "peer to peer", "attention kernels", "sdpa"):
+            assert found[name] == Finding(SKIPPED, across_nodes.OF_ONE_NODE, name=name)
         # The first node's findings, and of the others' what is not fine.
         assert found["a"].seen == "node 0: fine" and found["a 1"] == Finding(
             PROBLEM, "node 1: HOST is broken", "mend it", "a"
@@ -88,6 +98,26 @@ class TestJudgements:
     def test_what_may_differ(self):
         by_rank = [{"RANK": "0", "HIP_VISIBLE_DEVICES": "0", "NCCL_IB_HCA": "a"}, {"RANK": "1", "NCCL_IB_HCA": "b"}]
         assert across_nodes.alike("settings", by_rank).status == OK
+
+    @pytest.mark.parametrize(
+        "value, fix",
+        [
+            ("Tree;rm -rf x", "export NCCL_ALGO='Tree;rm -rf x'; export NCCL_PROTO=LL  # on every node"),
+            ("Tree", "export NCCL_ALGO=Tree; export NCCL_PROTO=LL  # on every node"),
+            (
+                "/home/USER/x",
+                'export NCCL_PROTO=LL; echo "$NCCL_ALGO"  # on every node, where NCCL_ALGO should be what rank 0 has',
+            ),
+            (
+                "~/x",
+                'export NCCL_PROTO=LL; echo "$NCCL_ALGO"  # on every node, where NCCL_ALGO should be what rank 0 has',
+            ),
+        ],
+    )
+    def test_what_is_to_be_pasted(self, value, fix):
+        """Is one word to a shell, and nobody's place-holder."""
+        by_rank = [{"NCCL_ALGO": value, "NCCL_PROTO": "LL"}, {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}]
+        assert across_nodes.alike("settings", by_rank).fix == fix
 
     def test_what_costs_no_more_than_time(self):
         found = across_nodes.alike("settings", [{}, {"MIOPEN_FIND_MODE": "FAST"}])

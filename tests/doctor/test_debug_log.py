@@ -71,16 +71,20 @@ class TestParse:
     @pytest.mark.parametrize("name", LOGS)
     def test_what_is_sent_to_other_ranks(self, name):
         text = (FIXTURES / name).read_text()
-        lines = telling_lines(text)
-        assert (
-            parse(lines) == parse(text)
-            and len(lines.splitlines()) < len(text.splitlines())
-            or name
-            in (
-                "rccl_libfabric.log",
-                "rccl_bad_build.log",
-            )
-        )
+        lines = telling_lines(text, str)
+        assert parse(lines) == parse(text) and len(lines) < len(text)
+        hosts = {line.split(":")[0] for line in text.splitlines() if " NCCL " in line}
+        assert hosts and not any(host in lines for host in hosts)
+        # Whatever the user is called, the channels are what they are; only a warning's words are cleaned.
+        cleaned = parse(telling_lines(text, lambda words: "cleaned"))
+        assert cleaned.channels == parse(text).channels and {*cleaned.warnings} <= {"cleaned"}
+
+    @pytest.mark.parametrize("time", ["[2025-11-02 12:00:01] {}", "2025-11-02 12:00:01 {}"])
+    def test_times(self, time):
+        """Of NCCL_DEBUG_TIMESTAMP_LEVELS."""
+        text = (FIXTURES / "nccl.log").read_text()
+        timed = "\n".join(time.format(line) for line in text.splitlines())
+        assert parse(timed) == parse(text) and parse(text).channels
 
 
 def channel(sender: int, receiver: int, transport: str) -> Channel:
@@ -119,6 +123,12 @@ class TestJudge:
 
     def test_host_memory_between_peers(self):
         assert self.judge(channel(0, 1, "SHM"), peers=True).status == WARNING
+
+    def test_ranks_of_another_group(self):
+        """Say nothing of this one."""
+        found = self.judge(channel(0, 1, "P2P"), channel(0, 9, "NET/Socket"), rdma=True)
+        assert found.status == OK and found.seen == "P2P between 1 pair(s)"
+        assert self.judge(channel(8, 9, "P2P")).status == WARNING
 
     def test_no_channel(self):
         assert self.judge().status == WARNING

@@ -51,10 +51,12 @@ class TestCopies:
     def test_findings(self):
         fine = [{"source": 0, "target": 1, "wrong": 0, "gigabytes": 20.0}]
         bad = [*fine, {"source": 1, "target": 0, "wrong": 3, "gigabytes": 20.0}]
-        assert probes.copies(Outcome({0: fine}, "")).status == OK
-        found = probes.copies(Outcome({0: bad}, ""))
+        assert probes.copies(Outcome({0: fine}, ""), "cuda").status == OK
+        found = probes.copies(Outcome({0: bad}, ""), "cuda")
         assert found.status == PROBLEM and found.fix == BOTH and "1 to 0 (3 elements)" in found.seen
-        found = probes.copies(Outcome({0: fine}, "rank 0 hung at copying from device 1 to 0: killed after 60 s"))
+        found = probes.copies(
+            Outcome({0: fine}, "rank 0 hung at copying from device 1 to 0: killed after 60 s"), "cuda"
+        )
         assert found.status == PROBLEM and "from device 1 to 0" in found.seen
 
 
@@ -77,18 +79,40 @@ class TestCollectives:
         """A collective that ends, with one element wrong, is none that works; and only that one is named."""
         outcome = run_ranks(faulty.lossy_exchange, 2, {"work": work.__file__, "which": which}, 120)
         assert outcome.failure == ""
-        found = probes.collectives(outcome, 2)
+        found = probes.collectives(outcome, 2, "cpu")
         assert found.status == PROBLEM and f"{what} of 1.0 MB on rank 0 (1 elements)" in found.seen
         others = {"all-reduce", "all-gather", "all-to-all"} - {what}
         assert not any(f"{other} of" in found.seen for other in others)
 
     def test_findings(self):
-        assert probes.collectives(exchanged(), 2).status == OK
-        failed = probes.collectives(exchanged(failure="rank 0 hung at all-reduce of 1.0 MB: killed after 9 s"), 2)
+        assert probes.collectives(exchanged(), 2, "cuda").status == OK
+        failed = probes.collectives(
+            exchanged(failure="rank 0 hung at all-reduce of 1.0 MB: killed after 9 s"), 2, "cuda"
+        )
         assert failed.status == PROBLEM and "rank 0 hung" in failed.seen and failed.fix.startswith(BOTH)
-        known = probes.collectives(exchanged(failure="rank 0 failed", log=BAD_BUILD), 2)
+        known = probes.collectives(exchanged(failure="rank 0 failed", log=BAD_BUILD), 2, "cuda")
         assert known.status == PROBLEM and "ROCm 7.2.1" in known.seen and "pip install" in known.fix
-        assert probes.collectives(exchanged(log=BAD_BUILD), 2).status == WARNING
+        assert probes.collectives(exchanged(log=BAD_BUILD), 2, "cuda").status == WARNING
+
+    @pytest.mark.parametrize(
+        "device, log, fix",
+        [
+            ("cpu", "", "unset GLOO_SOCKET_IFNAME; "),
+            ("cuda", "", BOTH),
+            ("cuda", "a:1:2 [0] NCCL WARN Bootstrap : no socket interface found", "unset NCCL_SOCKET_IFNAME "),
+            ("cuda", "a:1:2 [0] NCCL WARN Failed to initialize any NET plugin", "unset NCCL_NET "),
+            ("cuda", 'a:1:2 [0] NCCL WARN Unrecognized element token "foo" when parsing "foo"', "unset NCCL_ALGO "),
+        ],
+    )
+    def test_fix_is_of_the_cause(self, device, log, fix):
+        """Gloo has no P2P to be turned off, and what NCCL says that it lacks is not mended by that."""
+        found = probes.collectives(exchanged(failure="rank 0 failed", log=log), 2, device)
+        assert found.status == PROBLEM and found.fix.startswith(fix)
+
+    def test_wrong_contents_on_a_cpu(self):
+        assert "NCCL" not in probes.collectives(exchanged(wrong=1), 2, "cpu").fix
+        row = {"source": 1, "target": 0, "wrong": 3, "gigabytes": 20.0}
+        assert "NCCL" not in probes.copies(Outcome({0: [row]}, ""), "cpu").fix
 
     def test_bandwidth(self):
         assert probes.bandwidth(exchanged(0.5), "cuda").status == WARNING

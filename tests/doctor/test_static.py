@@ -8,22 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diffusers_rocm.distributed.environment import unset
 from diffusers_rocm.doctor import cards, host
-from diffusers_rocm.doctor import settings as settings_checks
 from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, STATUSES, WARNING, Finding, exit_code
 from diffusers_rocm.doctor.machine import Machine, TorchBuild, gfx_name, run_tool
 from diffusers_rocm.doctor.static import CHECKS, static_checks
 
-from .machines import BUS, CPU, CUDA, GOOD_SETTINGS, ROCM, kfd_node, machine, pci_card, radeons, rdma_device
+from .machines import BUS, CPU, CUDA, GOOD_SETTINGS, ROCM, all_of, kfd_node, machine, pci_card, radeons, rdma_device
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOPOLOGY = {"amd-smi topology --json": (FIXTURES / "amd_smi_topology_new.json").read_text()}
 TWO = ("gfx1100", "gfx1100")
-
-
-def all_of(given: Machine) -> dict[str, Finding]:
-    return {each.name: each for each in static_checks(given)}
 
 
 class TestWhole:
@@ -75,6 +71,7 @@ class TestWhole:
         words = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
         names = ["HIP_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
         names += ["NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_TOPO_FILE", "NCCL_DEBUG", "MIOPEN_FIND_MODE"]
+        names += ["NCCL_ALGO", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"]
         environment = data.draw(st.dictionaries(st.sampled_from(names), words))
         printed = data.draw(st.text(max_size=60))
         tools = dict.fromkeys(("amd-smi topology --json", "ibv_devices", "amd-smi static"), printed)
@@ -201,8 +198,16 @@ class TestVariablesOfAMD:
         assert cards.aotriton(off).status == WARNING
         assert cards.aotriton(machine(tmp_path, files)).status == OK
 
-    def test_aotriton_on_instinct(self, tmp_path):
-        assert cards.aotriton(machine(tmp_path, radeons("gfx942", "gfx90a"), environment={})).status == SKIPPED
+    @pytest.mark.parametrize("architecture", ["gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1201"])
+    def test_what_the_launcher_would_set(self, tmp_path, architecture):
+        """And nothing else is what is missed."""
+        given = machine(tmp_path, radeons(architecture), environment={})
+        names = {setting.name for setting in unset({architecture}, 1, {})}
+        for check, name in (
+            (cards.aotriton, "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"),
+            (cards.miopen_find_mode, "MIOPEN_FIND_MODE"),
+        ):
+            assert check(given).status == (WARNING if name in names else SKIPPED)
 
     @pytest.mark.parametrize("value, status", [(None, WARNING), ("NORMAL", WARNING), ("FAST", OK), ("2", OK)])
     def test_miopen(self, tmp_path, value, status):
@@ -345,11 +350,24 @@ class TestHost:
             ("intel_iommu=on,sm_on", WARNING),
             ("quiet", WARNING),
             ("iommu=nopt", WARNING),
+            ("amd_iommu=pt", WARNING),  # which means nothing
+            ("iommu.passthrough=1", OK),
+            ("iommu.passthrough=0", WARNING),
         ],
     )
     def test_iommu(self, tmp_path, line, status):
         files = radeons(*TWO) | {"/proc/cmdline": line}
         assert host.iommu(machine(tmp_path, files)).status == status
+
+    @pytest.mark.parametrize("kinds, status", [(("identity",) * 2, OK), (("identity", "DMA-FQ"), WARNING)])
+    def test_iommu_by_its_groups(self, tmp_path, kinds, status):
+        """What a kernel does that was built to, and given nothing of it."""
+        groups = {f"/sys/kernel/iommu_groups/{index}/type": f"{kind}\n" for index, kind in enumerate(kinds)}
+        files = radeons(*TWO) | {"/proc/cmdline": "quiet"} | groups
+        assert host.iommu(machine(tmp_path, files)).status == status
+        # Where a card's own group is known the others do not count.
+        own = {f"{BUS}/0000:{address}:00.0/iommu_group/type": "identity" for address in ("03", "23")}
+        assert host.iommu(machine(tmp_path, files | own)).status == OK
 
     def test_no_iommu(self, tmp_path):
         files = radeons(*TWO) | {"/proc/cmdline": "quiet", "/sys/class/iommu/ivhd0/version": None}
@@ -410,70 +428,33 @@ class TestRdma:
         assert self.check(tmp_path, self.FILES, NCCL_IB_GID_INDEX=index)["rdma gid"].status == status
 
     @pytest.mark.parametrize(
-        "value, status", [("mlx5_0", OK), ("mlx5", OK), ("=mlx5_0:1", OK), ("=mlx5", PROBLEM), ("bnxt_re0", PROBLEM)]
+        "value, status",
+        [
+            ("mlx5_0", OK),
+            ("mlx5", OK),
+            ("=mlx5_0:1", OK),
+            ("=mlx5", PROBLEM),
+            ("bnxt_re0", PROBLEM),
+            ("mlx5_0:2", PROBLEM),
+            ("mlx5_0,mlx5_7", WARNING),
+            ("mlx5_0:1,mlx5_0:2", WARNING),
+            ("^mlx5_7", OK),
+        ],
     )
     def test_names(self, tmp_path, value, status):
-        assert self.check(tmp_path, self.FILES, NCCL_IB_HCA=value)["rdma names"].status == status
+        found = self.check(tmp_path, self.FILES, NCCL_IB_HCA=value)["rdma names"]
+        assert found.status == status and (status == OK or found.fix == "export NCCL_IB_HCA=mlx5_0")
+        if status == WARNING:
+            assert f": {value.split(',')[1]} is none of mlx5_0:1" in found.seen
+
+    def test_gid_is_of_the_port(self, tmp_path):
+        files = {"/sys/class/infiniband/mlx5_0/ports/2/gids/1": "0000:0000:0000:0000:0000:0000:0000:0000"}
+        for hca, status in (("mlx5_0:1", OK), ("mlx5_0:2", PROBLEM)):
+            found = self.check(tmp_path, self.FILES | files, NCCL_IB_HCA=hca, NCCL_IB_GID_INDEX="1")
+            assert found["rdma gid"].status == status
 
     def test_names_without_devices(self, tmp_path):
         assert self.check(tmp_path, {}, NCCL_IB_HCA="mlx5_0")["rdma names"].status == PROBLEM
-
-
-class TestSettings:
-    NAMES = ("docker0", "eno1", "eno2", "ib0", "lo")
-
-    @pytest.mark.parametrize(
-        "value, names",
-        [
-            ("eno1", ["eno1"]),
-            ("eno", ["eno1", "eno2"]),
-            ("=eno", []),
-            ("=eno1,ib0", ["eno1", "ib0"]),
-            ("^docker,lo", ["eno1", "eno2", "ib0"]),
-            ("^=eno1", ["docker0", "eno2", "ib0", "lo"]),
-            ("^=eno", ["docker0", "eno1", "eno2", "ib0", "lo"]),
-            ("wlan", []),
-        ],
-    )
-    def test_syntax_of_lists(self, value, names):
-        assert settings_checks.chosen(value, self.NAMES) == names
-
-    def check(self, root: Path, **environment: str) -> dict[str, Finding]:
-        return all_of(machine(root, radeons(*TWO), ROCM, GOOD_SETTINGS | environment, TOPOLOGY))
-
-    def test_socket_interfaces(self, tmp_path):
-        found = self.check(tmp_path, NCCL_SOCKET_IFNAME="ib0", GLOO_SOCKET_IFNAME="eno1,ib0")
-        assert found["socket interfaces"].status == PROBLEM
-        assert found["socket interfaces"].fix == "export NCCL_SOCKET_IFNAME=eno1"
-        assert found["gloo interfaces"].status == PROBLEM and "'ib0' is none of" in found["gloo interfaces"].seen
-        found = self.check(tmp_path, NCCL_SOCKET_IFNAME="en", GLOO_SOCKET_IFNAME="eno1")
-        assert found["socket interfaces"].status == found["gloo interfaces"].status == OK
-        # Gloo has no prefixes.
-        assert self.check(tmp_path, GLOO_SOCKET_IFNAME="en")["gloo interfaces"].status == PROBLEM
-
-    @pytest.mark.parametrize(
-        "name, wrong, right",
-        [
-            ("NCCL_P2P_DISABLE", "yes", "1"),
-            ("NCCL_IB_GID_INDEX", "x", "-1"),
-            ("NCCL_BUFFSIZE", "4M", "0x400000"),
-            ("NCCL_DEBUG", "LOUD", "info"),
-            ("NCCL_P2P_LEVEL", "NEAR", "PHB"),
-            ("MIOPEN_FIND_MODE", "QUICK", "FAST"),
-            ("NCCL_TOPO_FILE", "/etc/none.xml", "/proc/cmdline"),
-        ],
-    )
-    def test_values(self, tmp_path, name, wrong, right):
-        found = self.check(tmp_path, **{name: wrong})["values"]
-        assert found.status == PROBLEM and found.fix == f"unset {name}" and wrong in found.seen
-        assert self.check(tmp_path, **{name: right})["values"].status == OK
-
-    def test_transports(self, tmp_path):
-        assert self.check(tmp_path, NCCL_P2P_DISABLE="1")["transports"].status == WARNING
-        assert self.check(tmp_path, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")["transports"].status == PROBLEM
-        assert self.check(tmp_path, NCCL_P2P_DISABLE="0")["transports"].status == SKIPPED
-        given = machine(tmp_path, rdma_device("mlx5_0"), environment={"NCCL_IB_DISABLE": "1"})
-        assert settings_checks.transports(given).status == PROBLEM
 
 
 def test_kfd_nodes_are_in_their_numbers_order(tmp_path):

@@ -26,6 +26,7 @@ TOPOLOGIES = {
     "rocm_smi_showtopo.txt": rocm_smi_topology,
     "nvidia_smi_topo_nvlink.txt": nvidia_smi_topology,
     "nvidia_smi_topo_pcie.txt": nvidia_smi_topology,
+    "nvidia_smi_topo_2xh200.txt": nvidia_smi_topology,
 }
 LISTS = {
     "amd_smi_static.txt": amd_smi_fields,
@@ -64,6 +65,23 @@ class TestTopology:
         entry = '{"gpu": 5, "links": [{"gpu": 2, "link_type": "PCIE", "link_status": "ENABLED", "num_hops": 2}]}'
         assert amd_smi_topology(f"[{entry}]") == {(5, 2): Link("PCIe", "PCIE", True, 2)}
 
+    @pytest.mark.parametrize(
+        "before", ["[WARNING] user is not in group render\n", "\x1b[33m[WARNING]\x1b[0m no\n", "WARNING: {}\n"]
+    )
+    def test_warnings_before_it(self, before):
+        text = text_of("amd_smi_topology_new.json")
+        assert amd_smi_topology(before + text) == amd_smi_topology(text)
+
+    def test_a_list_that_is_empty_is_not_the_one(self):
+        text = text_of("amd_smi_topology_new.json")
+        assert amd_smi_topology(f'{{"errors": [], "topology": {text}}}') == amd_smi_topology(text)
+
+    def test_a_link_of_no_type(self):
+        links = amd_smi_topology(text_of("amd_smi_topology_new.json").replace("XGMI", "NOT_APPLICABLE", 1))
+        assert [link for link in links.values() if link.kind == "unknown"] == [
+            Link("unknown", "NOT_APPLICABLE", True, 1)
+        ]
+
     def test_rocm_smi(self):
         links = rocm_smi_topology(text_of("rocm_smi_showtopo.txt"))
         assert links.keys() == PAIRS
@@ -73,6 +91,8 @@ class TestTopology:
     def test_nvidia_smi(self):
         nvlink = nvidia_smi_topology(text_of("nvidia_smi_topo_nvlink.txt"))
         assert nvlink == dict.fromkeys(PAIRS, Link("NVLink", "NV18"))  # network cards are not among them
+        captured = nvidia_smi_topology(text_of("nvidia_smi_topo_2xh200.txt"))
+        assert captured == dict.fromkeys({(0, 1), (1, 0)}, Link("NVLink", "NV18"))
         pcie = nvidia_smi_topology(text_of("nvidia_smi_topo_pcie.txt"))
         assert pcie[0, 1] == Link("PCIe", "PHB") and pcie[0, 2] == Link("PCIe", "SYS") and pcie.keys() == PAIRS
 
@@ -82,6 +102,7 @@ class TestTopology:
             ("", "no JSON"),
             ("[]", "no list of GPUs"),
             ('{"gpus": 3}', "no list of GPUs"),
+            ("[" * 100_000, "nested too deep"),
             ("[1, 2]", "lacks what was looked for"),
             ('[{"gpu": 0, "links": [{"gpu": 1}]}]', "lacks what was looked for: 'link_type'"),
             ('[{"gpu": 0, "link_type": {"gpu_1": "WARP"}}]', "'WARP' is no type of link"),
