@@ -1,7 +1,8 @@
 """Try the patches of upstream_pr on diffusers' own source distribution, with this package out of reach.
 
 Each patch alone (with those it depends on), then all of them in their order: it applies, diffusers' own ruff settings
-find nothing in it, its tests pass, and they fail without the rest of it.
+find nothing in it, its tests pass, and they fail without the rest of it. On the tree that has all of them this package
+is tried too: where diffusers does what we do, neither may be in the other's way.
 
 python utils/check_upstream_patches.py [FOLDER ...]    all patches, or these and what they depend on; minutes, network
 """
@@ -21,8 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-PATCHES = Path(__file__).parent.parent / "upstream_pr"
+ROOT = Path(__file__).parent.parent
+PATCHES = ROOT / "upstream_pr"
 TIMEOUT = 900
+# Of this package, those that meet what the patches change.
+OWN_TESTS = (
+    "tests/test_registration.py",
+    "tests/hooks/test_first_block_cache.py",
+    "tests/models/test_attention_lse.py",
+    "tests/models/test_modeling_parallel.py",
+    "tests/models/test_context_parallel.py",
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,19 @@ def check_in_order(sdist: Path, patches: list[Patch]) -> str:
                 apply(tree, patch)
             except Failed as error:
                 raise Failed(f"{patch.name}, after those before it: {error}") from None
-        return check_tests(tree, [path for patch in patches for path in patch.tests])
+        # A test that a later patch changes counts once.
+        found = check_tests(tree, list(dict.fromkeys(path for patch in patches for path in patch.tests)))
+        return f"{found}; ours: {check_own_tests(tree)}"
+
+
+def check_own_tests(tree: Path) -> str:
+    """The line in which pytest sums up this package's tests on a patched diffusers."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(ROOT)])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *OWN_TESTS]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    if result.returncode:
+        raise Failed(f"tests of this package fail on it:\n{result.stdout[-3000:]}")
+    return result.stdout.strip().splitlines()[-1]
 
 
 def main() -> int:
@@ -164,7 +186,7 @@ def main() -> int:
         checks = [(patch.name, lambda patch=patch: check_alone(sdists[patch.base], patch, every)) for patch in chosen]
         for base, sdist in sdists.items():
             those = [patch for patch in chosen if patch.base == base]
-            if len(those) > 1 and not args.folders:
+            if not args.folders:
                 checks.append((f"all for {base}", lambda sdist=sdist, those=those: check_in_order(sdist, those)))
         for name, check in checks:
             try:

@@ -31,11 +31,13 @@ def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
         index = folder / f"{stem}.safetensors.index{of_variant}.json"
         single = folder / f"{stem}{of_variant}.safetensors"
         if index.is_file():
-            files = {folder / name: tensor for tensor, name in reversed(read_json(index)["weight_map"].items())}
+            files: dict[Path, str] = {}  # with the first tensor of each
+            for tensor, name in read_json(index)["weight_map"].items():
+                files.setdefault(folder / name, tensor)
             for file, tensor in files.items():
                 if not file.is_file():
                     raise ValueError(f"{file} is not there, which {index.name} says has {tensor}")
-            return list(reversed(files))
+            return list(files)
         if single.is_file():
             return [single]
     if variant is not None:  # not every component of a pipeline has it

@@ -269,7 +269,8 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
         axes, quantization = ours.axes(), kwargs.get("quantization_config")
         method = getattr(quantization, "quant_method", None)
         if method not in (None, QuantizationMethod.TORCHAO) and axes.tp.size > 1:
-            raise cannot_cut(getattr(method, "value", method), cls.__name__)
+            name = "GGUF" if method == QuantizationMethod.GGUF else getattr(method, "value", method)
+            raise cannot_cut(name, cls.__name__)
         whole_file = original.__name__ == "from_single_file"
         if whole_file and quantization is not None and method != QuantizationMethod.GGUF:
             raise ValueError(

@@ -89,7 +89,8 @@ def load_pipeline(
     here, variant = init(device), kwargs.get("variant")
     axes = parallel_config.axes()
     choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
-    choices |= {"dtype": torch_dtype, "variant": variant, "pipeline": getattr(pipeline, "__name__", pipeline)}
+    choices |= {"dtype": torch_dtype, "variant": variant}
+    choices["pipeline"] = getattr(pipeline, "__name__", type(pipeline).__name__)
     choices |= {name: type(each).__name__ for name, each in kwargs.items() if name not in PASSED_ON}
     agree("arguments of load_pipeline()", choices, axes.world)
     check_kinds(torch_dtype, text_encoders, quantization_config, pipeline)

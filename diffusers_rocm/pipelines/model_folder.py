@@ -95,17 +95,21 @@ class ModelFolder:
         if mode == "tile":
             check_tiles(self.vae_class)
 
-    def head_counts(self) -> dict[str, int]:
-        """Kinds of heads -> how many the denoiser has; nothing where its class has no tensor-parallel plan.
-
-        Raises:
-            ValueError: the config does not say it.
-        """
+    def _class(self) -> type:
         cls = getattr(diffusers, self.denoiser_class, None)
         if cls is None:
             raise ValueError(
                 f"{self.model}: its {self.denoiser_class} is not known to diffusers {diffusers.__version__}"
             )
+        return cls
+
+    def head_counts(self) -> dict[str, int]:
+        """Kinds of heads -> how many the denoiser has; nothing where its class has no tensor-parallel plan.
+
+        Raises:
+            ValueError: diffusers does not know the class, or the config does not say it.
+        """
+        cls = self._class()
         config = {key: each.default for key, each in inspect.signature(cls.__init__).parameters.items()}
         config |= self.denoiser_config()
         try:
@@ -116,7 +120,7 @@ class ModelFolder:
             counts = plan.head_counts(config)
         except (TypeError, ZeroDivisionError) as error:
             raise ValueError(
-                f"{self.model}: the config of its {cls.__name__} has no number of heads ({error})"
+                f"{self.model}: the config of its {cls.__name__} says no number of heads ({error})"
             ) from None
         for heads, count in counts.items():
             if not isinstance(count, int) or count < 1:
@@ -125,12 +129,12 @@ class ModelFolder:
 
     def check_degrees(self, degrees: Mapping[str, int]) -> None:
         """Raises ValueError where the denoiser has no plan for what is asked, or too few heads."""
-        tp, ulysses, counts = degrees["tp"], degrees["ulysses"], self.head_counts()
+        tp, ulysses, cls = degrees["tp"], degrees["ulysses"], self._class()
         if degrees["ring"] * ulysses > 1:
-            get_context_parallel_plan(getattr(diffusers, self.denoiser_class))
+            get_context_parallel_plan(cls)
         if tp > 1:
-            get_tensor_parallel_plan(getattr(diffusers, self.denoiser_class))
-        for heads, count in counts.items():
+            get_tensor_parallel_plan(cls)
+        for heads, count in self.head_counts().items():
             if tp * ulysses > count:
                 asked = [f"--{name} {degree}" for name, degree in (("tp", tp), ("ulysses", ulysses)) if degree > 1]
                 way_out = f"--tp <= {count // ulysses}" if 1 < tp and ulysses <= count else f"--ulysses <= {count}"

@@ -315,7 +315,7 @@ class TestBadInput(unittest.TestCase):
             ),
             ("negative seed", ["--prompt", "x", "--seed", "-1"], "--seed must be from 0"),
             ("no number", ["--prompt", "x", "--guidance", "nan"], "--guidance must be a finite number"),
-            ("index is a list", ["--prompt", "x", "--model", "{folder}/list"], "not that of a pipeline"),
+            ("index is a list", ["--prompt", "x", "--model", "{folder}/list"], "holds no names and values"),
             ("transformer is null", ["--prompt", "x", "--model", "{folder}/null"], "names no transformer"),
             ("transformer is empty", ["--prompt", "x", "--model", "{folder}/short"], "names no transformer"),
             ("empty prompt", ["--prompt", " "], "prompt 0 is empty"),
@@ -368,7 +368,7 @@ class TestBadInput(unittest.TestCase):
         assert "invalid int value: 'two'" in self.refuse("--prompt", "x", "--tp", "two")
 
     def test_torchrun_with_another_number_of_ranks(self):
-        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="2"):
+        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="29500"):
             assert "tp=1 = 1, but 2 rank(s) were started" in self.refuse("--prompt", "x")
 
 

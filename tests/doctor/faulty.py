@@ -34,6 +34,7 @@ def die(rank, who: int, by: int) -> str:
     rank.stage("the collective")
     rank.found({"wrong": {"a collective": 0}, "gigabytes": {}})
     if rank.rank == who:
+        time.sleep(1)  # until the other has met it, and said what it found
         os.kill(os.getpid(), by)
     dist.barrier()
     return "done"
