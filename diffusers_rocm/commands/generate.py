@@ -169,11 +169,11 @@ def read_text_encoders(words: list[str], folder: ModelFolder) -> str | dict[str,
     pairs = [word.split("=", 1) for word in words]
     if len(words) > 1 and any(len(pair) == 1 for pair in pairs):
         raise ValueError(f"--text-encoders takes one mode, or NAME=MODE for each; got {' '.join(words)}")
+    known = folder.text_encoders() if any(len(pair) == 2 for pair in pairs) else {}
     for pair in pairs:
         check_choices(text_encoders=pair[-1])
-        if len(pair) == 2 and pair[0] not in folder.text_encoders():
-            known = ", ".join(folder.text_encoders()) or "none"
-            raise ValueError(f"--text-encoders {pair[0]}={pair[1]}: {folder.model} has {known}")
+        if len(pair) == 2 and pair[0] not in known:
+            raise ValueError(f"--text-encoders {pair[0]}={pair[1]}: {folder.model} has {', '.join(known) or 'none'}")
     return words[0] if len(pairs[0]) == 1 else dict(pairs)
 
 
@@ -233,8 +233,8 @@ def spread_over_gpus(args: argparse.Namespace) -> None:
     degrees = {name: getattr(args, name) for name in AXES}
     try:
         if all(degree == 1 for degree in degrees.values()):
-            heads = ModelFolder(args.model).head_counts().values()
-            degrees = choose_mesh(world, guides(args), min(heads, default=None))
+            folder = ModelFolder(args.model)
+            degrees = choose_mesh(world, guides(args, folder), min(folder.head_counts().values(), default=None))
             if not under_torchrun():
                 shown = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one rank"
                 print(
@@ -248,9 +248,8 @@ def spread_over_gpus(args: argparse.Namespace) -> None:
         setattr(args, name, degree)
 
 
-def guides(args: argparse.Namespace) -> bool:
+def guides(args: argparse.Namespace, folder: ModelFolder) -> bool:
     """Will each step have two forwards, which `--cfg 2` can spread? Raises ValueError where there is no pipeline."""
-    folder = ModelFolder(args.model)
     known = inspect.signature(folder.pipeline(args.image is not None).__call__).parameters
     if "negative_prompt" not in known or "guidance_scale" not in known:
         return False
