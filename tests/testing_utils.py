@@ -112,7 +112,11 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def _start(self, count: int) -> None:
-        context = get_context("spawn")
+        if torch.accelerator.is_available():
+            context = get_context("spawn")  # a device may not be known in a process before it is forked
+        else:
+            context = get_context("forkserver")
+            context.set_forkserver_preload(["diffusers_rocm", __name__])
         while len(self._workers) < count:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
