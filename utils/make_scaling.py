@@ -53,7 +53,8 @@ def row(name: str, heads: int, nodes: int) -> str:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     parts = [HEAD.format(inside=GPUS["MI300X"].link / 1e9, between=BETWEEN_NODES / 1e9)]
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    one_thread = {"initializer": torch.set_num_threads, "initargs": (1,)}
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), **one_thread) as pool:
         rows = {
             (name, nodes): pool.submit(row, name, heads, nodes)
             for nodes in reversed(NODES)  # the longest first

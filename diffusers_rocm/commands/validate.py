@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..distributed.launching import under_torchrun
+from ..doctor.finding import PROBLEM, SKIPPED
 from ..doctor.privacy import without_names
 from .ranks import check_writable
 
@@ -146,7 +147,9 @@ def run(request: ValidateRequest, args: argparse.Namespace, argv: list[str]) -> 
         done.append(step)
         print(f"{_verdict(step)}, {step.seconds:.0f} s", flush=True)
         if not step.passed:
-            print(f"  {step.command}\n  {(step.said.splitlines() or [''])[-1]}", flush=True)
+            told = _told(step)
+            causes = [line for line in told if line.startswith(PROBLEM)] or told[-1:]
+            print("", step.command, *causes, sep="\n  ", flush=True)
         # After each: a machine that hangs leaves a report of what came before.
         report.with_suffix(".json").write_text(json.dumps([asdict(each) for each in done], indent=1) + "\n")
         report.with_suffix(".md").write_text(_markdown(request, done))
@@ -229,12 +232,13 @@ def _markdown(request: ValidateRequest, done: list[Step]) -> str:
 
 
 def _told(step: Step) -> list[str]:
-    if step.said or not step.results:
-        return step.said.splitlines()
+    said = step.said.splitlines()
+    if step.results is None or JSON in step.arguments:  # what is in a file is said as well
+        return said
     if "findings" in step.results:
-        return [
+        return said + [
             f"{each['status']:8} {each['name']:22} {each['seen']}" + (f"; fix: {each['fix']}" if each["fix"] else "")
             for each in step.results["findings"]
-            if each["status"] != "skipped"
+            if each["status"] != SKIPPED
         ]
-    return json.dumps(step.results, indent=1).splitlines()
+    return said + json.dumps(step.results, indent=1).splitlines()

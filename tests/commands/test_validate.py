@@ -59,6 +59,19 @@ class TestValidate(unittest.TestCase):
             assert line in page, page
         assert "results.json" not in page and JSON not in page
 
+    def test_what_is_wrong_is_told(self):
+        step = Step("What is wrong with it", ["doctor", "--device", "cpu", "--json"])
+        wrong = '{"findings": [{"status": "problem", "name": "clock", "seen": "it stands", "fix": "wind it up"}]}'
+        code = f"import sys; print({wrong!r}); print('a warning of an import', file=sys.stderr); sys.exit(1)"
+        doctor = mock.Mock(
+            return_value=subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
+        )
+        with mock.patch.object(subprocess, "Popen", doctor):
+            code, printed, _, page = self.validate_these([step])
+        for text in (printed, page):
+            assert "problem  clock                  it stands; fix: wind it up" in text, text
+        assert code == 1 and "a warning of an import" in page and "a warning of an import" not in printed
+
     def test_what_hangs_is_given_up(self):
         endless = Step("Hangs", ["generate", "--prompt", "a red circle", "--steps", "90000", "--out", str(self.out)])
         code, printed, steps, page = self.validate_these([endless], "--timeout", "10")
