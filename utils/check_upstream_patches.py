@@ -173,7 +173,7 @@ def check_in_order(sdist: Path, patches: list[Patch]) -> str:
 def check_own_tests(tree: Path) -> str:
     """The line in which pytest sums up this package's tests on a patched diffusers."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *OWN_TESTS]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *OWN_TESTS]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     if result.returncode:
         raise Failed(f"tests of this package fail on it:\n{result.stdout[-3000:]}")
