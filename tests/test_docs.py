@@ -1,16 +1,21 @@
 """What the documentation says can be typed, followed and found: its commands, manifests, links and rooms."""
 
 import ast
+import os
 import re
 import shlex
+import tempfile
 import unittest
 from pathlib import Path
 
 import yaml
 from parameterized import parameterized
 
+from diffusers_rocm import commands
 from diffusers_rocm.commands import make_parser
 from diffusers_rocm.distributed.mesh import AXES
+
+from .testing_utils import in_process, slow
 
 
 ROOT = Path(__file__).parents[1]
@@ -119,14 +124,29 @@ class TestPages(unittest.TestCase):
             assert len(files) == 6 and all((ROOT / file).is_file() for file in files), files
 
 
+def for_a_cpu() -> list[tuple[str, list[str]]]:
+    lines = [line for page in PAGES for line in command_lines(page) if "cpu" in line]
+    return [(" ".join(line[:6]), line) for line in lines]
+
+
 class TestDocs(unittest.TestCase):
+    @parameterized.expand(for_a_cpu())
+    @slow
+    def test_command_line_runs(self, _, line):
+        self.addCleanup(os.chdir, os.getcwd())
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            result = in_process(lambda: commands.main(line))
+            assert result.returncode == 0, result.stderr
+            assert list(Path(folder).rglob("*.png" if line[0] == "generate" else "*.json"))
+
     @parameterized.expand([("docs/quickstart.md", 20), (CLOUD, 8)])
     def test_every_command_line_is_understood(self, name, at_least):
         lines = command_lines(name)
         assert len(lines) >= at_least, lines
         for line in lines:
             args = make_parser().parse_args(line)  # exits where it does not know a word
-            assert args.command in ("generate", "bench")
+            assert args.command in ("bench", "doctor", "generate", "plan", "validate")
 
     def test_the_manifests_are_of_their_kinds(self):
         jobset, pytorchjob = (yaml.safe_load(block) for block in blocks(CLOUD, "yaml"))

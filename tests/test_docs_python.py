@@ -81,7 +81,12 @@ def small_pictures() -> mock._patch:
     return mock.patch.object(FluxPipeline, "__call__", small)
 
 
-def picture(prompt: str, generator: torch.Generator | None = None, **options: Any) -> np.ndarray:
+def draw(pipe: FluxPipeline, **call: Any) -> np.ndarray:
+    pipe.set_progress_bar_config(disable=True)
+    return np.asarray(pipe("a red circle", generator=torch.Generator().manual_seed(0), **SMALL, **call).images[0])
+
+
+def picture(prompt: str, generator: torch.Generator, **options: Any) -> np.ndarray:
     pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL, **options)
     pipe.set_progress_bar_config(disable=True)
     return np.asarray(pipe(prompt, generator=generator, **SMALL).images[0])
@@ -102,6 +107,14 @@ def readme_worker() -> float:
     with small_pictures():
         image = run_block("README.md", 0)["image"]
     return distance(image, picture("a lighthouse in a storm", torch.Generator().manual_seed(0), **BFLOAT16))
+
+
+def readme_others_worker(number: int, call: dict[str, Any]) -> float:
+    wanted = draw(FluxPipeline.from_pretrained(EMBEDDED_MODEL), **call)
+    pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
+    run_block("README.md", number, pipe=pipe)
+    assert pipe.transformer.parallelism is not None
+    return distance(draw(pipe, **call), wanted)
 
 
 def memory_worker() -> np.ndarray:
@@ -148,6 +161,9 @@ def quantization_worker() -> list[float]:
 class TestPython(unittest.TestCase):
     def test_readme(self):
         assert max(run_ranks(4, readme_worker)) <= PIXEL_BAR
+        guidance = {"negative_prompt": "a green star", "true_cfg_scale": 3.0}
+        for number, ranks, call in ((1, 4, {}), (2, 8, guidance)):
+            assert max(run_ranks(ranks, readme_others_worker, number, call)) <= PIXEL_BAR
 
     def test_memory(self):
         first, *others = run_ranks(4, memory_worker)
@@ -186,7 +202,8 @@ class TestPython(unittest.TestCase):
         source = Path(__file__).read_text()
         for page in PAGES:
             for number, _ in enumerate(blocks(page, "python")):
-                assert (f'run_block("{page}", {number}' in source) != ((page, number) in NEEDS_GPUS), (page, number)
+                runs = f'run_block("{page}", {number}' in source or (page == "README.md" and number in (1, 2))
+                assert runs != ((page, number) in NEEDS_GPUS), (page, number)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def _explained(model: str, tp: int, dtype: str) -> PlanReport:
         cls, config = getattr(diffusers, subject.known.cls), {**subject.known.config, **subject.config}
     else:
         folder = ModelFolder(model)
-        cls, config = getattr(diffusers, folder.denoiser_class), folder.denoiser_config()
+        cls, config = folder.denoiser(), folder.denoiser_config()
     with torch.device("meta"):
         whole = cls.from_config(config).to(computed(dtype))
     return verify_plan(whole, tp, WEIGHT_BYTES[dtype] if dtype in QUANTIZED else None)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.pipelines.auto_pipeline import AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, _get_task_class
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -74,7 +74,7 @@ class ModelFolder:
         """The class of the pipeline, or of the one that begins with a picture and has the same models.
 
         Raises:
-            ValueError: diffusers has no such class.
+            ValueError: none that has its models begins with a picture.
         """
         cls = getattr(diffusers, str(self.pipeline_class), None)
         if cls is None or not from_image or "image" in inspect.signature(cls.__call__).parameters:
@@ -95,7 +95,8 @@ class ModelFolder:
         if mode == "tile":
             check_tiles(self.vae_class)
 
-    def _class(self) -> type:
+    def denoiser(self) -> type[ModelMixin]:
+        """Its class. Raises ValueError where diffusers has none of this name."""
         cls = getattr(diffusers, self.denoiser_class, None)
         if cls is None:
             raise ValueError(
@@ -109,7 +110,7 @@ class ModelFolder:
         Raises:
             ValueError: diffusers does not know the class, or the config does not say it.
         """
-        cls = self._class()
+        cls = self.denoiser()
         config = {key: each.default for key, each in inspect.signature(cls.__init__).parameters.items()}
         config |= self.denoiser_config()
         try:
@@ -129,7 +130,7 @@ class ModelFolder:
 
     def check_degrees(self, degrees: Mapping[str, int]) -> None:
         """Raises ValueError where the denoiser has no plan for what is asked, or too few heads."""
-        tp, ulysses, cls = degrees["tp"], degrees["ulysses"], self._class()
+        tp, ulysses, cls = degrees["tp"], degrees["ulysses"], self.denoiser()
         if degrees["ring"] * ulysses > 1:
             get_context_parallel_plan(cls)
         if tp > 1:

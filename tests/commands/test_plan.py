@@ -88,6 +88,13 @@ class TestPlan(unittest.TestCase):
             code, text, errors = plan("--gpus", "2", "--model", str(folder))
         assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
 
+    def test_a_class_that_diffusers_lacks(self):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "model_index.json").write_text('{"transformer": ["diffusers", "NoSuchModel"]}')
+            for meshes in (("--tp", "2"), ("--tp", "2", "--explain"), ("--gpus", "2")):
+                code, text, errors = plan("--model", folder, *meshes)
+                assert code == 2 and "its NoSuchModel is" in errors and errors.count("\n") == 1, errors
+
     def test_meshes(self):
         code, text, _ = plan("--gpus", "2", "--memory", "16GB", "--link", "12GB/s", "--dtype", "float32", "--explain")
         assert code == 0 and "2 x RX 7800 XT (speed assumed from its data sheet) with 16.0 GB, 12 GB/s" in text, text

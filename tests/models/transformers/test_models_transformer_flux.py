@@ -24,9 +24,9 @@ from ..testing_utils.parallelism import (
     TensorParallelTesterMixin,
     _clone_state,
     _same_state,
-    weighted_backward,
 )
 from ..testing_utils.plans import PlanTesterMixin
+from ..testing_utils.workers import weighted_backward
 
 
 def flux_inputs(batch_size: int, guidance: bool) -> dict:

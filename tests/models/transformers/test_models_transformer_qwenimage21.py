@@ -6,13 +6,13 @@ import pytest
 import torch
 from parameterized import parameterized
 
-from diffusers_rocm import ParallelConfig
+from diffusers_rocm import ContextParallelConfig, ParallelConfig
 
 from ...testing_utils import message_of, relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
-from ..testing_utils.context_parallelism import gradient_worker
 from ..testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils.plans import PlanTesterMixin
+from ..testing_utils.workers import ParallelTesterMixin
 
 
 if not hasattr(diffusers, "QwenImage21Transformer2DModel"):
@@ -77,14 +77,12 @@ class TestQwenImage21TextTransformer(QwenImage21TextTransformerTesterConfig, Pla
     pass
 
 
-class TestQwenImage21Gradients(unittest.TestCase):
+class TestQwenImage21Gradients(QwenImage21TransformerTesterConfig, ParallelTesterMixin, unittest.TestCase):
     """Of what every rank computes, the text and the reference picture, a rank has its share."""
 
     @parameterized.expand([(1, 2), (2, 1)])
     def test_gradients(self, ring, ulysses):
-        config = QwenImage21TransformerTesterConfig()
-        for errors in run_ranks(2, gradient_worker, config, (ring, ulysses, "p2p")):
-            assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
+        self.check_gradients(2, ContextParallelConfig(ring, ulysses))
 
 
 @torch.no_grad()

@@ -5,10 +5,11 @@ import diffusers
 import pytest
 import torch
 
-from ...testing_utils import run_ranks
+from diffusers_rocm import TensorParallelConfig
+
 from ..testing_utils.common import BaseModelTesterConfig, randn
-from ..testing_utils.parallelism import FLOAT32_BAR, gradient_worker
 from ..testing_utils.plans import PlanTesterMixin
+from ..testing_utils.workers import ParallelTesterMixin
 
 
 if not hasattr(diffusers, "SanaWMTransformer3DModel"):
@@ -96,10 +97,15 @@ class TestSanaWMSoftmaxTransformer(SanaWMSoftmaxTransformerTesterConfig, PlanTes
     pass
 
 
-class TestSanaWMGradients(unittest.TestCase):
-    """Of inputs that are given, and gathered, in part: where frames are padding, each projection gathers its own."""
+class TestSanaWMGradients(SanaWMTransformerTesterConfig, ParallelTesterMixin, unittest.TestCase):
+    """Of inputs that are given, and gathered, in part."""
 
     def test_gradients(self):
-        for config in (SanaWMTransformerTesterConfig(), SanaWMPaddedTransformerTesterConfig()):
-            for errors in run_ranks(2, gradient_worker, config, 2):
-                assert max(errors.values()) <= FLOAT32_BAR, {k: v for k, v in errors.items() if v > FLOAT32_BAR}
+        self.check_gradients(2, TensorParallelConfig(tp=2))
+
+
+class TestSanaWMPaddedGradients(SanaWMPaddedTransformerTesterConfig, ParallelTesterMixin, unittest.TestCase):
+    """Where frames are padding, each projection gathers its own."""
+
+    def test_gradients(self):
+        self.check_gradients(2, TensorParallelConfig(tp=2))

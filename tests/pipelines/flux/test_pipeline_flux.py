@@ -26,7 +26,7 @@ from diffusers_rocm.hooks.rank_guard import InputGuard
 from diffusers_rocm.models.plans import get_tensor_parallel_plan
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
-from ...models.testing_utils.parallelism import BF16_RATIO
+from ...models.testing_utils.workers import BF16_RATIO
 from ...models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ...testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks, slow
 
