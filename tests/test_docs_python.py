@@ -81,15 +81,13 @@ def small_pictures() -> mock._patch:
     return mock.patch.object(FluxPipeline, "__call__", small)
 
 
-def draw(pipe: FluxPipeline, **call: Any) -> np.ndarray:
+def draw(pipe: FluxPipeline, prompt: str, seed: int, **call: Any) -> np.ndarray:
     pipe.set_progress_bar_config(disable=True)
-    return np.asarray(pipe("a red circle", generator=torch.Generator().manual_seed(0), **SMALL, **call).images[0])
+    return np.asarray(pipe(prompt, generator=torch.Generator().manual_seed(seed), **SMALL, **call).images[0])
 
 
-def picture(prompt: str, generator: torch.Generator, **options: Any) -> np.ndarray:
-    pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL, **options)
-    pipe.set_progress_bar_config(disable=True)
-    return np.asarray(pipe(prompt, generator=generator, **SMALL).images[0])
+def embedded(**options: Any) -> FluxPipeline:
+    return FluxPipeline.from_pretrained(EMBEDDED_MODEL, **options)
 
 
 def distance(image: Any, wanted: np.ndarray) -> float:
@@ -106,15 +104,20 @@ def video(pipe: WanPipeline) -> torch.Tensor:
 def readme_worker() -> float:
     with small_pictures():
         image = run_block("README.md", 0)["image"]
-    return distance(image, picture("a lighthouse in a storm", torch.Generator().manual_seed(0), **BFLOAT16))
+    return distance(image, draw(embedded(**BFLOAT16), "a lighthouse in a storm", 0))
 
 
-def readme_others_worker(number: int, call: dict[str, Any]) -> float:
-    wanted = draw(FluxPipeline.from_pretrained(EMBEDDED_MODEL), **call)
-    pipe = FluxPipeline.from_pretrained(EMBEDDED_MODEL)
-    run_block("README.md", number, pipe=pipe)
-    assert pipe.transformer.parallelism is not None
-    return distance(draw(pipe, **call), wanted)
+def readme_sequence_worker() -> float:
+    pipe = run_block("README.md", 1, pipe=embedded())["pipe"]
+    assert pipe.transformer.parallelism.axes.context.size == 4
+    return distance(draw(pipe, "a red circle", 0), draw(embedded(), "a red circle", 0))
+
+
+def readme_hybrid_worker() -> float:
+    guided = {"prompt": "a red circle", "negative_prompt": "a green star", "true_cfg_scale": 3.0, "seed": 0}
+    pipe = run_block("README.md", 2, pipe=embedded())["pipe"]
+    assert pipe.transformer.parallelism.axes.cfg.size == 2
+    return distance(draw(pipe, **guided), draw(embedded(), **guided))
 
 
 def memory_worker() -> np.ndarray:
@@ -140,12 +143,12 @@ def hybrid_worker(folder: str) -> float:
 
 
 def replicas_worker() -> list[float]:
-    pipe, seeds = FluxPipeline.from_pretrained(EMBEDDED_MODEL), [3, 5, 4]
+    pipe, seeds = embedded(), [3, 5, 4]
     prompts = ["a red circle", "a green star", "a white cross"]
     parallelize(pipe, ParallelConfig(dp=2))
     with small_pictures():
         images = run_block("docs/hybrid.md", 1, pipe=pipe, torch=torch, prompts=prompts, seeds=seeds)["images"]
-    wanted = (picture(*each) for each in zip(prompts, map(torch.Generator().manual_seed, seeds), strict=True))
+    wanted = [draw(embedded(), *each) for each in zip(prompts, seeds, strict=True)]
     return [distance(*each) for each in zip(images, wanted, strict=True)]
 
 
@@ -161,9 +164,8 @@ def quantization_worker() -> list[float]:
 class TestPython(unittest.TestCase):
     def test_readme(self):
         assert max(run_ranks(4, readme_worker)) <= PIXEL_BAR
-        guidance = {"negative_prompt": "a green star", "true_cfg_scale": 3.0}
-        for number, ranks, call in ((1, 4, {}), (2, 8, guidance)):
-            assert max(run_ranks(ranks, readme_others_worker, number, call)) <= PIXEL_BAR
+        assert max(run_ranks(4, readme_sequence_worker)) <= PIXEL_BAR
+        assert max(run_ranks(8, readme_hybrid_worker)) <= PIXEL_BAR
 
     def test_memory(self):
         first, *others = run_ranks(4, memory_worker)
@@ -202,7 +204,7 @@ class TestPython(unittest.TestCase):
         source = Path(__file__).read_text()
         for page in PAGES:
             for number, _ in enumerate(blocks(page, "python")):
-                runs = f'run_block("{page}", {number}' in source or (page == "README.md" and number in (1, 2))
+                runs = f'run_block("{page}", {number}' in source
                 assert runs != ((page, number) in NEEDS_GPUS), (page, number)
 
 

@@ -47,14 +47,15 @@ class TestValidate(unittest.TestCase):
         small = ["--resolution", "64", "--text", "8", "--device", "cpu", "--repeats", "1", "--rounds", "1"]
         code, printed, steps, page = self.validate_these(
             [
+                Step("What this machine is", ["env", "--json"]),
                 Step("Fails", ["bench", "step", "--mesh", "tp=0", *small]),
                 Step("Works", ["bench", "step", "--mesh", "tp=1", *small, "--json", JSON, "--config", *tiny]),
             ]
         )
-        assert code == 1 and "1 of 2 passed" in printed, printed
-        assert [step["code"] for step in steps] == [2, 0]
-        assert steps[1]["results"]["rows"][0]["name"] == "one rank"
-        assert "--mesh tp=0" in steps[0]["said"]
+        assert code == 1 and "2 of 3 passed" in printed, printed
+        assert [step["code"] for step in steps] == [0, 2, 0]
+        assert steps[0]["results"]["packages"]["torch"] and steps[2]["results"]["rows"][0]["name"] == "one rank"
+        assert "--mesh tp=0" in steps[1]["said"]
         for line in ("| Fails | FAILED (exit code 2)", "| Works | passed", "relative L2"):
             assert line in page, page
         assert "results.json" not in page and JSON not in page
@@ -114,7 +115,6 @@ class TestValidate(unittest.TestCase):
     def test_this_machine(self):
         code, printed, steps, page = self.validate("--quick")
         assert code == 0 and len(steps) == 4, printed + page
-        assert steps[0]["results"]["packages"]["torch"]
         pictures, tensors = (step["results"]["rows"] for step in steps[2:])
         assert len(pictures) == 4 and all(row["distance"] < 1e-3 for row in pictures)
         assert len(tensors) == 5 and all(row["distance"] < 1e-4 and not row["note"] for row in tensors)
