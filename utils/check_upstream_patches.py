@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PATCHES = ROOT / "upstream_pr"
 TIMEOUT = 900
-# Of this package, those that meet what the patches change.
+# Of this package, those that meet what the patches change; and those of each model that they change.
 OWN_TESTS = (
     "tests/test_registration.py",
     "tests/hooks/test_first_block_cache.py",
@@ -117,10 +117,14 @@ def test(tree: Path, tests: list[str], *options: str) -> subprocess.CompletedPro
 
 
 def check_tests(tree: Path, tests: list[str]) -> str:
-    """The line in which pytest sums up."""
     result = test(tree, tests)
     if result.returncode:
         raise Failed(f"tests fail:\n{result.stdout[-3000:]}")
+    return summary(result)
+
+
+def summary(result: subprocess.CompletedProcess) -> str:
+    """The line in which pytest sums up."""
     return result.stdout.strip().splitlines()[-1]
 
 
@@ -141,9 +145,9 @@ def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch], passes: bool
         for name in patch.depends_on:
             apply(tree, every[name])
         apply(tree, patch, "--include=tests/*")
-        result = test(tree, patch.tests, "--exitfirst")
-        if result.returncode != 1:
-            raise Failed(f"without the rest of it, its tests end with exit code {result.returncode}, and not with 1")
+        without = test(tree, patch.tests)
+        if without.returncode != 1:
+            raise Failed(f"without the rest of it, its tests end with exit code {without.returncode}, and not with 1")
         apply(tree, patch, "--exclude=tests/*")
         python = [path for path in patch.paths if path.endswith(".py")]
         release = re.search(r'"ruff==([\d.]+)"', (tree / "setup.py").read_text())[1]
@@ -152,7 +156,8 @@ def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch], passes: bool
             result = subprocess.run(ruff, cwd=tree, capture_output=True, text=True)
             if result.returncode:
                 raise Failed(f"ruff {' '.join(options)}: {result.stdout}{result.stderr}")
-        return check_tests(tree, patch.tests) if passes else "applies alone, and its tests fail without it"
+        alone = f"alone: {check_tests(tree, patch.tests)}" if passes else "applies alone"
+        return f"{alone}; without the rest of it: {summary(without)}"
 
 
 def check_in_order(sdist: Path, patches: list[Patch]) -> str:
@@ -166,18 +171,20 @@ def check_in_order(sdist: Path, patches: list[Patch]) -> str:
         # A test that a later patch changes counts once.
         found = check_tests(tree, list(dict.fromkeys(path for patch in patches for path in patch.tests)))
         if patches[0].base == metadata.version("diffusers"):  # what an older one imports may not be here
-            found += f"; ours: {check_own_tests(tree)}"
+            models = {Path(path).stem for patch in patches for path in patch.paths if "/transformer_" in path}
+            found += f"; ours: {check_own_tests(tree, sorted(models))}"
         return found
 
 
-def check_own_tests(tree: Path) -> str:
-    """The line in which pytest sums up this package's tests on a patched diffusers."""
+def check_own_tests(tree: Path, models: list[str]) -> str:
+    """This package's tests on a patched diffusers."""
+    tests = [f"tests/models/transformers/test_models_{model}.py" for model in models]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *OWN_TESTS]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *OWN_TESTS, *tests]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     if result.returncode:
         raise Failed(f"tests of this package fail on it:\n{result.stdout[-3000:]}")
-    return result.stdout.strip().splitlines()[-1]
+    return summary(result)
 
 
 def main() -> int:

@@ -24,6 +24,9 @@ class SequenceSplit:
     A processor of diffusers that has it as its `_parallel_config` sends its attention here through the dispatch.
     """
 
+    # What diffusers splits by; nothing: what a processor is told of lengths here is of this rank's tokens already.
+    context_parallel_config = None
+
     def __init__(self, name: str, plan: ContextParallelPlan, axes: Axes, rotate_method: str):
         self.name, self.plan, self.rotate_method = name, plan, rotate_method
         self.cp, self.ring, self.ulysses, self.model = axes.context, axes.ring, axes.ulysses, axes.model

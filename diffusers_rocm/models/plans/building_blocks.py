@@ -4,9 +4,10 @@ from .plan import at
 
 
 # Attention with separate projections (`Attention`, `FluxAttention`, ...), its heads dealt to the ranks. The fused
-# projections appear once `fuse_qkv_projections()` was called.
+# projections appear once `fuse_qkv_projections()` was called. Some processors take the width of a head from inner_dim
+# and heads.
 ATTENTION = {
-    "": "local:heads=heads",
+    "": "local:heads=heads,inner_dim=heads",
     "to_q": "column:heads",
     "to_k": "column:heads",
     "to_v": "column:heads",

@@ -5,9 +5,8 @@ from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
 
 
-# The processor takes the width of a head from inner_dim and heads.
 _COMMON = {
-    **at("transformer_blocks.*.attn", {**JOINT_ATTENTION, "": "local:heads=heads,inner_dim=heads"}),
+    **at("transformer_blocks.*.attn", JOINT_ATTENTION),
     **at("transformer_blocks.*.img_mlp", FEED_FORWARD),
     **at("transformer_blocks.*.txt_mlp", FEED_FORWARD),
     "transformer_blocks.*.img_mod.1": "modulation",

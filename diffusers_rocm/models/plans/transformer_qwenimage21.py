@@ -10,13 +10,10 @@ from .context_plan import AfterWhole, ContextParallelPlan, LengthOf, Refused, ga
 from .plan import TensorParallelPlan, at
 
 
-# The processor takes the width of a head from inner_dim and heads.
-_ATTENTION = {**ATTENTION, **ATTENTION_OUT, "": "local:heads=heads,inner_dim=heads"}
-
 TENSOR_PARALLEL_PLANS = {
     "QwenImage21Transformer2DModel": TensorParallelPlan(
         {
-            **at("transformer_blocks.*.attn", _ATTENTION),
+            **at("transformer_blocks.*.attn", ATTENTION | ATTENTION_OUT),
             "transformer_blocks.*.img_mlp.proj": "column:mlp",
             "transformer_blocks.*.img_mlp.gate_layer": "column:mlp",
             "transformer_blocks.*.img_mlp.out": "row:mlp",
