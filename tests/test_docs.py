@@ -20,6 +20,11 @@ from .testing_utils import in_process, slow
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(str(page.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for page in folder.glob("*.md"))
+OTHER_PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for pattern in ("upstream_pr/**/*.md", "docs/examples/*.md", "tests/**/*.md", ".github/**/*.md")
+    for page in ROOT.glob(pattern)
+)
 CLOUD = "docs/multi_node.md"
 PROGRAM = ("diffusers-rocm", "diffusers_rocm")
 
@@ -83,11 +88,12 @@ def containers(manifest: dict) -> list[dict]:
 class TestPages(unittest.TestCase):
     """What pages refer to is there."""
 
-    @parameterized.expand(PAGES)
+    @parameterized.expand([*PAGES, *OTHER_PAGES])
     def test_links_lead_somewhere(self, page):
         for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
             if re.match(r"https?://", target):
                 continue
+            assert not target.startswith("../") or not page.startswith("docs/"), f"{target} is not on the site"
             path, _, anchor = target.partition("#")
             file = (ROOT / page).parent / path if path else ROOT / page
             assert file.exists(), target

@@ -23,6 +23,7 @@ def read(name: str) -> dict:
 def source(command: str, versions: dict[str, str], files: str) -> str:
     """What was run on GPUs, on which and with which versions, and where its figures are."""
     ranks = versions["device"].split()[0]
+    command = command.replace("utils/bench_flux.py", "utils/bench_transformer.py")  # its name in the first runs
     return (
         f"`torchrun --nproc_per_node={ranks} {command}`; {versions['device']}, torch {versions['torch']}, "
         f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."

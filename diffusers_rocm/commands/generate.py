@@ -234,7 +234,8 @@ def spread_over_gpus(args: argparse.Namespace) -> None:
     try:
         if all(degree == 1 for degree in degrees.values()):
             folder = ModelFolder(args.model)
-            degrees = choose_mesh(world, guides(args, folder), min(folder.head_counts().values(), default=None))
+            heads = min(folder.head_counts().values(), default=None)
+            degrees = choose_mesh(world, guides(args, folder), heads, *sizes(args, folder, count))
             if not under_torchrun():
                 shown = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one rank"
                 print(
@@ -246,6 +247,17 @@ def spread_over_gpus(args: argparse.Namespace) -> None:
         raise ValueError(f"--gpus {args.gpus}: {error}") from None
     for name, degree in degrees.items():
         setattr(args, name, degree)
+
+
+def sizes(args: argparse.Namespace, folder: ModelFolder, gpus: int) -> tuple[float, float]:
+    """Bytes of the denoiser's weights, and of the smallest of this node's GPUs."""
+    if gpus == 0:
+        return 0, math.inf
+    bits = 32 if args.dtype == "float32" else 16
+    if args.quantization is not None:
+        bits = 4 if args.quantization == "int4" else 8
+    memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(gpus))
+    return folder.denoiser_parameters() * bits / 8, memory
 
 
 def guides(args: argparse.Namespace, folder: ModelFolder) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import diffusers
+import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.pipelines.auto_pipeline import AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, _get_task_class
 from huggingface_hub import hf_hub_download
@@ -41,6 +42,7 @@ class ModelFolder:
         if not classes:
             raise ValueError(f"{model}: its model_index.json names no transformer")
         self._denoiser, self.denoiser_class = next(iter(classes.items()))
+        self._denoisers = [name for name in found if name in (self._denoiser, "transformer_2")]
 
     def _json(self, name: str) -> dict:
         here = Path(self.model).exists()
@@ -103,6 +105,22 @@ class ModelFolder:
                 f"{self.model}: its {self.denoiser_class} is not known to diffusers {diffusers.__version__}"
             )
         return cls
+
+    def denoiser_parameters(self) -> int:
+        """How many all denoisers have: Wan 2.2 has two.
+
+        Raises:
+            ValueError: diffusers does not know the class, or does not take the config.
+        """
+        count = 0
+        for name in self._denoisers:
+            try:
+                with torch.device("meta"):
+                    model = self.denoiser().from_config(self.config(name))
+            except Exception as error:  # classes check little of their configs
+                raise ValueError(f"{self.model}: {self.denoiser_class} cannot be had by its config ({error})") from None
+            count += sum(parameter.numel() for parameter in model.parameters())
+        return count
 
     def head_counts(self) -> dict[str, int]:
         """Kinds of heads -> how many the denoiser has; nothing where its class has no tensor-parallel plan.

@@ -8,6 +8,7 @@ import re
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from parameterized import parameterized
@@ -170,6 +171,30 @@ class TestOptions(unittest.TestCase):
         assert choose_mesh(32, guides=False, heads=24) == {"ring": 2, "ulysses": 16}
         assert choose_mesh(24, guides=False, heads=24) == {"ulysses": 24}
         assert choose_mesh(7, guides=False, heads=5) == {"ring": 7}
+
+    def test_choose_mesh_for_weights_that_do_not_fit(self):
+        """FLUX.1's 24 GB: in 24 they leave no room, in 80 they do."""
+        flux = {"heads": 24, "weights": 24e9}
+        assert choose_mesh(4, guides=False, **flux, memory=80e9) == {"ulysses": 4}
+        assert choose_mesh(4, guides=False, **flux, memory=24e9) == {"ulysses": 2, "tp": 2}
+        assert choose_mesh(4, guides=False, **flux, memory=9e9) == {"tp": 4}
+        assert choose_mesh(5, guides=False, **flux, memory=24e9) == {"tp": 5}
+        assert choose_mesh(4, guides=True, **flux, memory=24e9) == {"cfg": 2, "tp": 2}
+        assert choose_mesh(2, guides=True, **flux, memory=24e9) == {"tp": 2}
+        assert choose_mesh(2, guides=True, **flux, memory=8e9) == {"tp": 2}
+        assert choose_mesh(32, guides=False, **flux, memory=4e9) == {"ring": 2, "ulysses": 2, "tp": 8}
+        assert choose_mesh(4, guides=False, weights=24e9, memory=8e9) == {"ulysses": 4}
+
+    def test_gpus_look_at_their_memory(self):
+        of = SimpleNamespace()  # the model in the package has 2.3 million parameters
+        for total, said in ((9e6, "ulysses=2;"), (5e6, "tp=2;")):
+            of.total_memory = total
+            with (
+                mock.patch("torch.cuda.device_count", return_value=2),
+                mock.patch("torch.cuda.get_device_properties", return_value=of),
+            ):
+                code, out, err, launch = self.run_here("generate", "--device", "cuda", "--gpus", "2")
+            assert code == 0 and launch.called and out.startswith(f"--gpus 2: {said}"), (out, err)
 
     def test_log_level(self):
         package = logging.getLogger("diffusers_rocm")
