@@ -160,6 +160,23 @@ def steps(name: str) -> str:
     return "\n".join([*lines, "", f"`{run['command']}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
 
 
+def alone(name: str) -> str:
+    """What a rank computes, by kinds of kernels, beside one rank's."""
+    run = read(name)
+    columns = "ms a step", "of one rank", "products", "attention", "other", "between kernels"
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for row in run["rows"]:
+        kinds = [row[kind] for kind in ("matmul", "attention", "other")]
+        figures = " | ".join(f"{each:.1f}" for each in (*kinds, row["ms"] - sum(kinds)))
+        lines.append(f"| {row['mesh']} | {row['ms']:.1f} | {run['rows'][0]['ms'] / row['ms']:.2f}x | {figures} |")
+    versions = run["versions"]
+    ran = (
+        f"`python {run['command']}`; {versions['device']}, torch {versions['torch']}, diffusers "
+        f"{versions['diffusers']} (`docs/benchmarks/{name}.json`)."
+    )
+    return "\n".join([*lines, "", ran])
+
+
 def guard() -> str:
     run = read("guard_2xh200")
     lines = ["| `rank_check` | ms a step | sharing latents and comparing | of them comparing |", "|---|---|---|---|"]
@@ -191,6 +208,7 @@ TABLES = {
         "int8_group_4xh200",
         also="`--quantization int8`, and with that and `--offload group`",
     ),
+    "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),

@@ -118,7 +118,9 @@ class ModelFolder:
                 with torch.device("meta"):
                     model = self.denoiser().from_config(self.config(name))
             except Exception as error:  # classes check little of their configs
-                raise ValueError(f"{self.model}: {self.denoiser_class} cannot be had by its config ({error})") from None
+                raise ValueError(
+                    f"{self.model}: {self.denoiser_class} cannot be had by its config ({error})"
+                ) from None
             count += sum(parameter.numel() for parameter in model.parameters())
         return count
 

@@ -10,7 +10,8 @@ TENSOR_PARALLEL_PLANS = {
         {
             **at("blocks.*.attn1", ATTENTION_OVER_ALL_HEADS),
             **at("blocks.*.attn2", ATTENTION_OVER_ALL_HEADS),
-            "blocks.*.attn1": "local:heads=heads,inner_dim=heads,history_key_scale=scales",  # where the history is amplified
+            # The scales are there where the history is amplified.
+            "blocks.*.attn1": "local:heads=heads,inner_dim=heads,history_key_scale=scales",
             **at("blocks.*.ffn", FEED_FORWARD),
             "condition_embedder.time_proj": "gather",
             "condition_embedder.time_embedder": ONE_ROW,
