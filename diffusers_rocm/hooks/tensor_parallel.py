@@ -65,7 +65,7 @@ STYLES: dict[str, Style] = {
     "column_of_part": Style((nn.Linear,), layers.ColumnOfPartLinear, weight_dim=0, bias_dim=0),
     "row": Style((nn.Linear,), layers.RowParallelLinear, weight_dim=1, bias_dim=None),
     "gather": Style((nn.Linear,), layers.GatheredColumnLinear, weight_dim=0, bias_dim=0),
-    "modulation": Style((nn.Linear,), layers.ModulationLinear, weight_dim=0, bias_dim=0),
+    "modulation": Style((nn.Linear,), layers.ShardedModulationLinear, weight_dim=0, bias_dim=0),
     "embedding": Style((nn.Embedding,), layers.GatheredEmbedding, weight_dim=1),
     "conv_column": Style((nn.Conv2d,), layers.ColumnParallelConv2d, weight_dim=0, bias_dim=0),
     "conv_depthwise": Style((nn.Conv2d,), layers.DepthwiseConv2d, weight_dim=0, bias_dim=0),

@@ -96,7 +96,7 @@ class GatheredColumnLinear(nn.Linear):
         return gather_from_axis(F.linear(copy_to_axis(x, axis), self.weight, self.bias), sizes, axis)
 
 
-class ModulationLinear(GatheredColumnLinear):
+class ModulationLinear(nn.Linear):
     """One of many Linears with the same input, computed together beforehand (`hooks.modulation`); else by itself.
 
     By itself too where it is asked for some of the rows alone.
@@ -107,6 +107,10 @@ class ModulationLinear(GatheredColumnLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ready = self.ready
         return super().forward(x) if ready is None or len(ready) != len(x) else ready
+
+
+class ShardedModulationLinear(ModulationLinear, GatheredColumnLinear):
+    """One that has a slice of the output features."""
 
 
 class GatheredEmbedding(nn.Embedding):

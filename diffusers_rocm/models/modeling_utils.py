@@ -22,7 +22,7 @@ from ..distributed.quantized import parts
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import attention_modules, split_sequences
 from ..hooks.group_offload import check_weights_are_here, regroup
-from ..hooks.modulation import StepModulation
+from ..hooks.modulation import share_modulation
 from ..hooks.sequence_split import SequenceSplit, SplitProcessor
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
@@ -33,7 +33,6 @@ from ..hooks.tensor_parallel import (
     sharded_modules,
     unshard_modules,
 )
-from ..hooks.tensor_parallel_layers import ModulationLinear
 from ..hooks.weight_agreement import first_difference
 from ..loaders.load import cannot_cut, shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
@@ -121,10 +120,8 @@ def enable(
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
         settle_lora_biases(model)
-        embedding = tp_plan.embedding_path(model.config)
-        if embedding is not None and any(isinstance(module, ModulationLinear) for module in model.modules()):
-            hooks.append(StepModulation(model, model.get_submodule(embedding), tp_plan.activated))
         regroup(model)
+    hooks += share_modulation(model, axes)
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
 

@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import functools
+import math
 import unittest
 from unittest import mock
 
@@ -10,7 +11,8 @@ from diffusers import FluxTransformer2DModel
 from parameterized import parameterized
 
 import diffusers_rocm
-from diffusers_rocm import TensorParallelConfig
+from diffusers_rocm import ParallelConfig, TensorParallelConfig
+from diffusers_rocm.distributed.collectives import all_gather_stacked
 from diffusers_rocm.distributed.sharding import Block, Shard
 from diffusers_rocm.hooks import tensor_parallel_layers
 from diffusers_rocm.hooks.modulation import StepModulation
@@ -315,7 +317,26 @@ class Interrupt(BaseException):
     """As KeyboardInterrupt, which no hook sees."""
 
 
-def stale_modulation_worker(tp: int) -> dict[str, float]:
+@torch.no_grad()
+def shared_modulation_worker(parallel: dict[str, int]) -> tuple[int, list[bool]]:
+    """Features of modulation that this rank computes before the blocks, and whether they find all of theirs."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_dummy_inputs(1)
+    linears = [*(block.norm.linear for block in model.single_transformer_blocks), model.norm_out.linear]
+    for block in model.transformer_blocks:
+        linears += [block.norm1.linear, block.norm1_context.linear]
+    ready: list[bool] = []
+    model.enable_parallelism(config=ParallelConfig(**parallel))
+    model.single_transformer_blocks[0].register_forward_pre_hook(
+        lambda *_: ready.extend(linear.ready is not None for linear in linears)
+    )
+    with mock.patch("diffusers_rocm.hooks.modulation.all_gather_stacked", side_effect=all_gather_stacked) as gather:
+        config.get_output(model, inputs)
+    ((local, _),) = (call.args for call in gather.call_args_list)
+    return local.shape[-1], ready
+
+
+def stale_modulation_worker(parallel: dict[str, int]) -> dict[str, float]:
     """Errors of what runs after, or beside, a forward whose modulation was computed beforehand."""
     config = FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_dummy_inputs(1)
@@ -332,7 +353,7 @@ def stale_modulation_worker(tp: int) -> dict[str, float]:
         handle = model.time_text_embed.register_forward_hook(doubled)
         hooked = config.get_output(model, inputs)
         handle.remove()
-    model.enable_parallelism(config=TensorParallelConfig(tp=tp))
+    model.enable_parallelism(config=ParallelConfig(**parallel))
 
     def interrupt(module, args):
         raise Interrupt
@@ -448,9 +469,18 @@ class TestFluxTransformerTensorParallelCases(unittest.TestCase):
         for error in run_ranks(2, functools.partial(no_blocks_worker, **changes), 2):
             assert error <= FLOAT32_BAR, error
 
-    def test_modulation_is_never_stale(self):
-        for errors in run_ranks(2, stale_modulation_worker, 2):
+    @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"ring": 2, "tp": 2},)])
+    def test_modulation_is_never_stale(self, parallel):
+        for errors in run_ranks(math.prod(parallel.values()), stale_modulation_worker, parallel):
             assert len(errors) == 6 and max(errors.values()) <= FLOAT32_BAR, errors
+
+    @parameterized.expand([({"tp": 2},), ({"ring": 2},), ({"ulysses": 2, "tp": 2},)])
+    def test_modulation_is_shared(self, parallel):
+        """By all ranks of a forward."""
+        in_all = (2 * 12 + 2 * 3 + 2) * 128  # of two blocks of either kind, and of the last norm
+        world = math.prod(parallel.values())
+        for features, ready in run_ranks(world, shared_modulation_worker, parallel):
+            assert features * world == in_all and ready and all(ready), (features, ready)
 
     def test_requires_grad_and_inference_mode(self):
         assert all(run_ranks(3, requires_grad_worker, 3))
