@@ -13,20 +13,16 @@ import gc
 import json
 import statistics
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from bench_transformer import versions
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
 from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, parse_mesh, ranks_of
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
-from diffusers_rocm.models import modeling_utils
+from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
 
 
 # Parts of the names that kernels of NVIDIA's libraries have; the compiler's are named by all that they do.
@@ -70,15 +66,6 @@ def main() -> None:
     if args.json:
         command = " ".join(["utils/bench_alone.py", *sys.argv[1 : sys.argv.index("--json")]])
         args.json.write_text(json.dumps({"command": command, "versions": found, "rows": rows}, indent=1) + "\n")
-
-
-@contextmanager
-def ranks_that_are_not_there(world: int):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    # Agreements of the ranks need answers, and there are none.
-    with mock.patch.object(modeling_utils, "_weights_differ", return_value=False):
-        yield
-    dist.destroy_process_group()
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ def rehearse(
         ValueError: the model cannot be had so: too few heads, no plan, no such config. As on real ranks.
     """
     world = math.prod(degrees.values())
-    with _ranks_that_are_not_there(world):
+    with ranks_that_are_not_there(world):
         # In this order: agreements of the ranks need values, and weights and activations must have none.
         without_values = FakeTensorMode(allow_non_fake_inputs=True)
         with without_values:
@@ -115,8 +115,7 @@ def rehearse(
             given = inputs(known, size, model, dtype)
         names: dict[str, str] = {}
         if world > 1:
-            with mock.patch.object(modeling_utils, "_weights_differ", return_value=False):
-                model.enable_parallelism(config=ParallelConfig(**degrees, rotate_method=rotate_method))
+            model.enable_parallelism(config=ParallelConfig(**degrees, rotate_method=rotate_method))
             axes = model.parallelism.axes
             for name in ("model", "context", *AXES):  # an axis that is all of another has its group
                 if (axis := getattr(axes, name)).size > 1:
@@ -139,13 +138,20 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def _ranks_that_are_not_there(world: int) -> Iterator[None]:
+def ranks_that_are_not_there(world: int) -> Iterator[None]:
+    """A process group of which this process is the first rank, and whose collectives send nothing.
+
+    Raises:
+        ValueError: there is a process group.
+    """
     if dist.is_initialized():
         raise ValueError("a plan is made without a process group, and this process has one")
     hook = sys.excepthook  # which torch replaces by one that names the rank, for good
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        yield
+        # What the ranks agree on by answers has none.
+        with mock.patch.object(modeling_utils, "_weights_differ", return_value=False):
+            yield
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
