@@ -4,11 +4,10 @@ import argparse
 import json
 from dataclasses import asdict
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from ..benchmarks.comm import comm_table, measure_comm
 from ..benchmarks.report import header
 from ..benchmarks.step import StepRequest, check_meshes
+from ..distributed.root_cause import record
 from . import bench_step, env
 from .ranks import check_nodes
 

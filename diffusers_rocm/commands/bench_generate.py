@@ -6,11 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from ..benchmarks.step import check_meshes, parse_mesh
 from ..benchmarks.whole_run import Run, measure_runs, runs_json, runs_table
 from ..distributed.mesh import AXES
+from ..distributed.root_cause import record
 from ..pipelines.generation import GenerationRequest
 from . import bench_step, env, generate
 from .ranks import check_nodes

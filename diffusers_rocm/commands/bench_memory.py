@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES
+from ..distributed.root_cause import record
 from ..pipelines.generation import GenerationRequest
 from ..pipelines.memory import measure_memory, report
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux

@@ -12,12 +12,12 @@ from typing import Any
 import diffusers
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..benchmarks.known_models import KNOWN_MODELS
 from ..benchmarks.report import as_json, draw, header, table
 from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
 from ..distributed.launching import end_rank, launch, under_torchrun
+from ..distributed.root_cause import record
 from . import env
 from .generate import on_gpus
 from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, launch_options

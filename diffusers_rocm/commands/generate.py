@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..distributed import default_device_type, environment
 from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
+from ..distributed.root_cause import record
 from ..pipelines.choices import CHOICES, check_choices
 from ..pipelines.generation import GenerationRequest, call_arguments, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder

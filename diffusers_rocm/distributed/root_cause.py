@@ -1,14 +1,38 @@
-"""Which rank of a launcher failed first, and what it said."""
+"""What ranks say when they fail (`record`), and which of them failed first (`root_cause`)."""
 
 import json
+import os
 import re
 import signal
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler
+from torch.distributed.elastic.multiprocessing.errors import record as record_with
 
 from . import name_ranks
+
+
+class _WholeErrors(ErrorHandler):
+    """A rank that the launcher ends while it writes its error leaves none: the launcher stops at half a file."""
+
+    def record_exception(self, e: BaseException) -> None:
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is None:  # of no launcher
+            return
+        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        partial = Path(f"{file}.partial")
+        partial.write_text(json.dumps({"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}))
+        partial.replace(file)
+
+
+def record(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of the same name, for what a rank runs: the launcher finds its error whole, or none."""
+    return record_with(function, _WholeErrors())
 
 
 @dataclass(frozen=True)

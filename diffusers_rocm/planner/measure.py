@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..benchmarks.step import Clock
 from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_stacked
 from ..distributed.launching import end_rank, launch
+from ..distributed.root_cause import record
 from .hardware import GPU, PCIE, Links
 
 

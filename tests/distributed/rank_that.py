@@ -1,6 +1,7 @@
 """A module whose ranks misbehave, for the launcher's tests: `python -m tests.distributed.rank_that WHAT`."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -11,9 +12,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
-@record
 def main(what: str) -> None:
-    if what == "ends":  # the others never do, and need not wait for all of diffusers
+    if what == "ends":  # the others never do, and need not wait for all of diffusers either
         from diffusers_rocm.distributed.launching import end_rank
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -25,6 +25,11 @@ def main(what: str) -> None:
     dist.barrier()
     if what == "raises" and rank == 1:
         raise RuntimeError("the cause of it all")
+    if what == "is killed while it says why" and rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
+        raise RuntimeError("its error" * 2**17)
     if what == "is killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exits" and rank == 1:
@@ -36,4 +41,6 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "is killed while it says why":  # the others need not wait for all of diffusers
+        from diffusers_rocm.distributed.root_cause import record
+    record(main)(sys.argv[1])

@@ -55,6 +55,7 @@ class TestLaunch(unittest.TestCase):
         [
             ("raises", r"rank 1 failed: RuntimeError: the cause of it all"),
             ("is killed", r"rank 1 was killed by SIGKILL"),
+            ("is killed while it says why", r"rank 1 was killed by SIGXFSZ"),
             ("exits", r"rank 1 failed with exit code 7"),
         ]
     )

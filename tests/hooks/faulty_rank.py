@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from diffusers_rocm import ParallelConfig, init, parallelize
 from diffusers_rocm.distributed.launching import end_rank
+from diffusers_rocm.distributed.root_cause import record
 from diffusers_rocm.hooks.around_call import AroundCall
 
 from ..pipelines.testing_utils import PIPELINES, build, latents
