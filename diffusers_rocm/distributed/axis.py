@@ -22,6 +22,7 @@ class Axis:
         first: global rank of the axis' first rank, the source of broadcasts.
         device: where the group's collectives want their tensors.
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
+        slow_links: whether messages are worth hiding (`links`).
     """
 
     name: str
@@ -31,6 +32,7 @@ class Axis:
     first: int
     device: torch.device
     communication: str = EXACT
+    slow_links: bool = False
 
     def ranks(self) -> list[int]:
         """Global ranks of the axis, in its order."""

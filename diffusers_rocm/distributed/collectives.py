@@ -44,7 +44,7 @@ def _sum_compressed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     each = -(-count // (axis.size * GROUP)) * GROUP
     flat = torch.nn.functional.pad(x.flatten(), (0, axis.size * each - count))
     sizes = (compressed_size(each),) * axis.size
-    received = _exchange(compress(flat), sizes, sizes, axis)
+    received = exchange_in_group(compress(flat), sizes, sizes, axis.group)
     parts = decompress(received, axis.size * each, torch.float32).view(axis.size, each)
     parts[axis.rank] = flat[axis.rank * each : (axis.rank + 1) * each]  # this rank's own was not rounded
     sums = all_gather_stacked(compress(parts.sum(0)), axis).flatten()
@@ -84,14 +84,17 @@ def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) 
 
 def _exchange_compressed(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
     sizes = (tuple(map(compressed_size, counts)) for counts in (send, receive))
-    return decompress_parts(_exchange(compress_parts(x, send), *sizes, axis), receive, x.dtype)
+    return decompress_parts(exchange_in_group(compress_parts(x, send), *sizes, axis.group), receive, x.dtype)
 
 
-def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
+def exchange_in_group(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """`exchange`, exact and without gradients, in a process group."""
     if torch.compiler.is_compiling():
-        return funcol.all_to_all_single(x, list(receive), list(send), axis.group)
+        return funcol.all_to_all_single(x, list(receive), list(send), group)
     received = x.new_empty(sum(receive))
-    dist.all_to_all_single(received, x, list(receive), list(send), group=axis.group)
+    dist.all_to_all_single(received, x, list(receive), list(send), group=group)
     return received
 
 
@@ -145,7 +148,7 @@ def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -
     """
     send, receive = [0] * world, [0] * world
     send[(rank + 1) % world], receive[(rank - 1) % world] = x.numel(), incoming
-    return _begin_exchange(x, send, receive, group)
+    return begin_exchange(x, send, receive, dist.distributed_c10d._resolve_process_group(group))
 
 
 def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str) -> Callable[[], torch.Tensor]:
@@ -158,14 +161,20 @@ def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str)
     """
     receive = [0 if index == rank else count for index, count in enumerate(incoming)]
     send = [0 if index == rank else x.numel() for index in range(len(incoming))]
-    return _begin_exchange(x.repeat(len(incoming) - 1), send, receive, group)
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    return begin_exchange(x.repeat(len(incoming) - 1), send, receive, process_group)
 
 
-def _begin_exchange(x: torch.Tensor, send: list[int], receive: list[int], group: str) -> Callable[[], torch.Tensor]:
-    received, process_group = x.new_empty(sum(receive)), dist.distributed_c10d._resolve_process_group(group)
-    return _beside(
-        functools.partial(dist.all_to_all_single, received, x, receive, send, group=process_group), received
-    )
+def begin_exchange(
+    x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
+    """Begin an all-to-all as `exchange_in_group` makes it.
+
+    Returns:
+        A function that waits, and answers what came.
+    """
+    received = x.new_empty(sum(receive))
+    return _beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
 
 
 class _Copy(torch.autograd.Function):
@@ -215,11 +224,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
         ctx.send, ctx.receive, ctx.axis = send, receive, axis
-        return _exchange(x, send, receive, axis)
+        return exchange_in_group(x, send, receive, axis.group)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return _exchange(grad.contiguous(), ctx.receive, ctx.send, ctx.axis), None, None, None
+        return exchange_in_group(grad.contiguous(), ctx.receive, ctx.send, ctx.axis.group), None, None, None
 
 
 def as_sent(x: torch.Tensor) -> torch.Tensor:
@@ -302,7 +311,9 @@ def exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], a
     """All-to-all: `x` [sum(send)] holds `send[i]` elements for each rank i; returns [sum(receive)], in rank order."""
     if _needs_grad(x):
         return _Exchange.apply(x, send, receive, axis)
-    return (_exchange if axis.communication == EXACT else _exchange_compressed)(x, send, receive, axis)
+    if axis.communication != EXACT:
+        return _exchange_compressed(x, send, receive, axis)
+    return exchange_in_group(x, send, receive, axis.group)
 
 
 def share_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:

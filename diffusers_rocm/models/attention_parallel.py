@@ -3,8 +3,7 @@
 A rank holds [B, S, H, D] for its own tokens. Ulysses (Jacobs et al., 2023) trades the split of the sequence for a
 split of the heads with one all-to-all, and back with another. Ring attention (Liu et al., 2023) keeps the queries and
 passes keys and values from rank to rank; the outputs over the parts are merged by their log-sum-exp. In the product
-(Fang and Zhao, 2024) Ulysses is inside. Messages are laid out tokens first, [S, B, H, D], so that parts of any length
-are joined by lying one after another: what arrives is used through a view, without a copy.
+(Fang and Zhao, 2024) Ulysses is inside. `attention_heads` has what Ulysses sends.
 
 Schedules know nothing of backends. Nothing has to be divisible; all sizes follow from the global lengths.
 """
@@ -19,7 +18,6 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import (
     all_gather,
     copy_to_axis,
-    exchange,
     gather_from_axis,
     gather_tokens,
     pass_on,
@@ -28,6 +26,14 @@ from ..distributed.collectives import (
 from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS, Kernel, needs_grad
+from .attention_heads import (
+    attention_in_groups,
+    for_queries,
+    gather_heads,
+    groups_of_heads,
+    scatter_heads,
+    tokens_first,
+)
 from .attention_merge import merge
 
 
@@ -135,84 +141,23 @@ def attention(
         mask = causal if mask is None else _combine(_spread_mask(mask, q, k, layout, cp), causal)
     elif mask is not None:
         mask = _spread_mask(mask, q, k, layout, cp)
-    heads = q.shape[2]
-    if layout.ulysses.size > 1:
-        q, k, v = _scatter_heads(q, k, v, layout)
-        mask = _mask_of_group(mask, heads, layout)
-    if layout.ring.size == 1:
-        out, _ = choose(q, mask, False)(q, k, v, mask, scale)
-    else:
-        out = _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method)
-    return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
-
-
-# ---- Ulysses
-
-
-def _tokens_first(*tensors: Tensor) -> Tensor:
-    """[B, S, H, D] each to one [S, B, sum of H, D]."""
-    return torch.cat([x.transpose(0, 1) for x in tensors], dim=2)
-
-
-def _key_heads(heads: int, key_heads: int, rank: int, world: int) -> tuple[int, int]:
-    """The key heads that the rank's query heads attend with."""
-    start, stop = Block(heads, 1).bounds(rank, world)
-    group = heads // key_heads
-    return start // group, -(-stop // group)
-
-
-def _scatter_heads(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens of this rank with all heads -> tokens of the group with this rank's heads; one message for q, k and v."""
-    axis, (batch, length, heads, size), key_heads = layout.ulysses, q.shape, k.shape[2]
-    if heads < axis.size:
-        raise ValueError(
-            f"Ulysses over {axis.size} ranks needs as many heads, and this attention has {heads}; use "
-            f"ulysses_degree <= {heads} and a ring for the rest"
-        )
-    bounds = [Block(heads, 1).bounds(rank, axis.size) for rank in range(axis.size)]
-    key_bounds = [_key_heads(heads, key_heads, rank, axis.size) for rank in range(axis.size)]
-    counts = [b - a + 2 * (d - c) for (a, b), (c, d) in zip(bounds, key_bounds, strict=True)]
-    lengths, count = layout.group_lengths(layout.ring.rank), counts[axis.rank]
-    if heads % axis.size == 0 and key_heads % axis.size == 0:  # one copy, not one for each rank
-        parts = [x.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4) for x in (q, k, v)]
-        message = torch.cat(parts, dim=3).flatten()
-    else:
-        cut = [(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]) for (a, b), (c, d) in zip(bounds, key_bounds, strict=True)]
-        message = torch.cat([_tokens_first(*part).flatten() for part in cut])
-    received = exchange(
-        message,
-        tuple(length * batch * each * size for each in counts),
-        tuple(each * batch * count * size for each in lengths),
-        axis,
+    if layout.ulysses.size == 1:
+        return _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method)
+    heads, axis, lengths = q.shape[2], layout.ulysses, layout.group_lengths(layout.ring.rank)
+    mask = _mask_of_group(mask, heads, layout)
+    kernel = choose(q, mask, False)
+    groups = groups_of_heads(heads // axis.size, sum(lengths) * q.shape[0], q.device)
+    hides = axis.slow_links and groups > 1 and layout.ring.size == 1
+    if hides and kernel.name in KERNELS and not needs_grad(q, k, v):
+        where = lengths, axis.rank, groups, axis.group.group_name, axis.communication == EXACT
+        return attention_in_groups(q, k, v, mask, scale, kernel.name, *where)
+    q, k, v = scatter_heads(q, k, v, lengths, axis)
+    return gather_heads(
+        _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method), heads, lengths, axis
     )
-    received = received.view(sum(lengths), batch, count, size).transpose(0, 1)
-    (start, stop), (low, high) = bounds[axis.rank], key_bounds[axis.rank]
-    q, k, v = received.split([stop - start, high - low, high - low], dim=2)
-    if key_heads != heads:
-        group = heads // key_heads
-        wanted = slice(start - low * group, stop - low * group)
-        k, v = (x.repeat_interleave(group, 2)[:, :, wanted] for x in (k, v))
-    return q, k, v
-
-
-def _gather_heads(out: Tensor, heads: int, layout: Layout) -> Tensor:
-    """Tokens of the group with this rank's heads -> tokens of this rank with all heads."""
-    axis, (batch, _, count, size) = layout.ulysses, out.shape
-    lengths = layout.group_lengths(layout.ring.rank)
-    length = lengths[axis.rank]
-    bounds = [Block(heads, 1).bounds(rank, axis.size) for rank in range(axis.size)]
-    send = tuple(each * batch * count * size for each in lengths)
-    receive = tuple(length * batch * (stop - start) * size for start, stop in bounds)
-    received = exchange(out.transpose(0, 1).reshape(-1), send, receive, axis)
-    parts = [part.view(length, batch, -1, size) for part in received.split(receive)]
-    return torch.cat(parts, dim=2).transpose(0, 1)
 
 
 # ---- ring
-
-
-# Rows of queries, counted in every head, that keep a device busy: less is not worth a message of its own.
-GPU_GROUP_ROWS, CPU_GROUP_ROWS = 1 << 16, 1 << 4
 
 
 def _attention_over_ring(
@@ -226,15 +171,16 @@ def _attention_over_ring(
     rotate_method: str,
 ) -> Tensor:
     ring = layout.ring
+    if ring.size == 1:
+        return choose(q, mask, False)(q, k, v, mask, scale)[0]
     lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(ring.size))
     kernel = choose(q, mask, rotate_method == "p2p")
     rows = max(lengths) * q.shape[0] * q.shape[2] // k.shape[2]  # of each key head
-    wanted = CPU_GROUP_ROWS if q.device.type == "cpu" else GPU_GROUP_ROWS
-    groups = -(-k.shape[2] // -(-wanted // rows))
+    groups = groups_of_heads(k.shape[2], rows, q.device)
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
     if needs_grad(q, k, v) or groups == 1 or whole_only:
         # Views of one gathered message; its gradients are summed.
-        message = copy_to_axis(gather_tokens(_tokens_first(k, v), lengths, ring), ring)
+        message = copy_to_axis(gather_tokens(tokens_first(k, v), lengths, ring), ring)
         out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)
         return out
     # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
@@ -259,7 +205,7 @@ def attention_of_whole_queries(
     Args: q [B, S, H, D]; k, v [B, Sk, Hk, D], this rank's. Returns [B, S, H, D].
     """
     if needs_grad(q, k, v):
-        message = copy_to_axis(gather_from_axis(_tokens_first(k, v), layout.lengths(), cp, 0), cp)
+        message = copy_to_axis(gather_from_axis(tokens_first(k, v), layout.lengths(), cp, 0), cp)
         out, _ = choose(q, None, False)(q, *_keys_of(message, q.shape[2]), None, scale)
         return out
     out, lse = choose(q, None, True)(q, k, v, None, scale)
@@ -284,28 +230,24 @@ def attention_after_whole_keys(
         raise ValueError(f"a mask {[*mask.shape]} is not one row for {whole} keys and those of {layout.streams}")
     (before_k, k), (before_v, v) = (x.split([whole, length], 1) for x in (k, v))
     if k.shape[2] != heads:
-        before_k, before_v = (_for_queries(x, heads) for x in (before_k, before_v))
-    if layout.ulysses.size > 1:
-        start, stop = Block(heads, 1).bounds(layout.ulysses.rank, layout.ulysses.size)
+        before_k, before_v = (for_queries(x, heads) for x in (before_k, before_v))
+    axis, of_group = layout.ulysses, layout.group_lengths(layout.ring.rank)
+    if axis.size > 1:
+        start, stop = Block(heads, 1).bounds(axis.rank, axis.size)
         before_k, before_v = (x[:, :, start:stop] for x in (before_k, before_v))
-        q, k, v = _scatter_heads(q, k, v, layout)
+        q, k, v = scatter_heads(q, k, v, of_group, axis)
         mask = _mask_of_group(mask, heads, layout)
     if layout.ring.size > 1:
         lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(layout.ring.size))
-        message = copy_to_axis(gather_tokens(_tokens_first(k, v), lengths, layout.ring), layout.ring)
+        message = copy_to_axis(gather_tokens(tokens_first(k, v), lengths, layout.ring), layout.ring)
         k, v = _keys_of(message, q.shape[2])
     out, _ = choose(q, mask, False)(q, torch.cat([before_k, k], 1), torch.cat([before_v, v], 1), mask, scale)
-    return _gather_heads(out, heads, layout) if layout.ulysses.size > 1 else out
+    return gather_heads(out, heads, of_group, axis) if axis.size > 1 else out
 
 
 def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Keys and values [B, S, heads, D] of a message [S, B, 2 key heads, D]: views, unless key heads are fewer."""
-    return tuple(_for_queries(x, heads) for x in message.transpose(0, 1).chunk(2, dim=2))
-
-
-def _for_queries(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [B, S, Hk, D] as [B, S, heads, D]."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+    return tuple(for_queries(x, heads) for x in message.transpose(0, 1).chunk(2, dim=2))
 
 
 def _ring(
@@ -332,7 +274,7 @@ def _ring(
         lengths: keys of every rank.
         exact: or in 8 bits, passed on as they came, so that they are rounded once.
     """
-    world, message, out, lse = len(lengths), _tokens_first(k, v), None, None
+    world, message, out, lse = len(lengths), tokens_first(k, v), None, None
     row = message[0].numel()
     sent = message.flatten() if exact else compress(message.flatten())
     for hop in range(world):
@@ -388,7 +330,7 @@ def _gathered(
     def begin(index: int) -> Callable[[], Tensor] | None:
         if index >= groups:
             return None
-        message = _tokens_first(*(x[:, :, slice(*bounds[index])] for x in (k, v)))
+        message = tokens_first(*(x[:, :, slice(*bounds[index])] for x in (k, v)))
         incoming = [length * message[0].numel() for length in lengths]
         if exact:
             return send_to_all(message.flatten(), incoming, rank, group)
@@ -397,7 +339,7 @@ def _gathered(
         return lambda: decompress_parts(arrive(), incoming[:rank] + incoming[rank + 1 :], q.dtype)
 
     coming = [begin(0), begin(1)]
-    out, lse = KERNELS[kernel](q, *(_for_queries(x, q.shape[2]) for x in (k, v)), own, scale)
+    out, lse = KERNELS[kernel](q, *(for_queries(x, q.shape[2]) for x in (k, v)), own, scale)
     merged = q.new_empty(q.shape)
     for index, (low, high) in enumerate(bounds):
         message = coming.pop(0)()

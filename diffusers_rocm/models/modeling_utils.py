@@ -4,7 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import nn
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
+from ..distributed.links import links_are_slow
 from ..distributed.mesh import Axes
 from ..distributed.quantized import parts
 from ..hooks.cfg_parallel import GuidanceParallel
@@ -102,6 +103,7 @@ def enable(
         placements = resolve(model, tp_plan, axes.tp.size)
         _check_heads(model, tp_plan, axes)
     if axes.context.size > 1:
+        axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
         plan = get_context_parallel_plan(type(model), cp_plan)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
         if axes.ring.size > 1 and config.rotate_method == "p2p":

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from ..benchmarks.collective_calls import collective_calls
 from ..benchmarks.known_models import KnownModel, Size, inputs
 from ..distributed.mesh import AXES
-from ..models import modeling_utils
+from ..models import attention_heads, modeling_utils
 from ..models._modeling_parallel import ParallelConfig
 
 
@@ -96,18 +96,20 @@ def rehearse(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     rotate_method: str = "p2p",
+    slow_links: bool = False,
 ) -> Ledger:
     """Let the first rank of a mesh go through a forward that computes nothing.
 
     Args:
         degrees: ranks by axis; dp and cfg, which only repeat a forward, are left to the caller.
         config: what differs from the published model.
+        slow_links: between the ranks of the Ulysses axis, which then hide their messages.
 
     Raises:
         ValueError: the model cannot be had so: too few heads, no plan, no such config. As on real ranks.
     """
     world = math.prod(degrees.values())
-    with ranks_that_are_not_there(world):
+    with ranks_that_are_not_there(world, slow_links):
         # In this order: agreements of the ranks need values, and weights and activations must have none.
         without_values = FakeTensorMode(allow_non_fake_inputs=True)
         with without_values:
@@ -125,7 +127,9 @@ def rehearse(
         ledger.weights = sum(x.nbytes for x in {id(x): x for x in held}.values())
         ledger.linears = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
         noted = collective_calls(functools.partial(_note_exchange, ledger, names))
-        with without_values, torch.no_grad(), _Count(ledger, held) as count, noted:
+        # Tensors without values lie on the CPU.
+        as_on_gpus = mock.patch.object(attention_heads, "CPU_GROUP_ROWS", attention_heads.GPU_GROUP_ROWS)
+        with as_on_gpus, without_values, torch.no_grad(), _Count(ledger, held) as count, noted:
             _repeat_equal_blocks(model, ledger)
             try:
                 (output,) = model(**given)
@@ -138,7 +142,7 @@ def rehearse(
 
 
 @contextlib.contextmanager
-def ranks_that_are_not_there(world: int) -> Iterator[None]:
+def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[None]:
     """A process group of which this process is the first rank, and whose collectives send nothing.
 
     Raises:
@@ -150,7 +154,8 @@ def ranks_that_are_not_there(world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         # What the ranks agree on by answers has none.
-        with mock.patch.object(modeling_utils, "_weights_differ", return_value=False):
+        answers = {"_weights_differ": False, "links_are_slow": slow_links}
+        with mock.patch.multiple(modeling_utils, **{name: lambda *_, it=it: it for name, it in answers.items()}):
             yield
     finally:
         dist.destroy_process_group()

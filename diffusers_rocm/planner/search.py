@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..benchmarks.known_models import Size
+from ..distributed.links import FAST
 from ..distributed.mesh import AXES
 from ..pipelines.text_encoders import ROOM
 from .cost import Seconds, predict
@@ -137,10 +138,12 @@ def search(
             name = mesh_name(degrees, rotate_method)
             told(name)
             shared = {axis: count for axis, count in degrees.items() if axis != "cfg"}
-            key = (*shared.items(), rotate_method)
+            within = degrees.get("ulysses", 1) * degrees.get("tp", 1) <= machine.gpus
+            slow = (machine.links.inside if within else min(machine.links.inside, machine.links.between)) < FAST
+            key = (*shared.items(), rotate_method, slow)
             try:
                 if key not in ledgers:
-                    given = subject.known, size, shared, subject.config, computed(dtype), rotate_method
+                    given = subject.known, size, shared, subject.config, computed(dtype), rotate_method, slow
                     ledgers[key] = rehearse(*given)
             except ValueError as error:
                 dropped.append(Dropped(name, str(error)))

@@ -5,6 +5,7 @@ import math
 import time
 import unittest
 import weakref
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -15,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.models import attention_parallel
-from diffusers_rocm.models.attention_dispatch import choose_kernel
+from diffusers_rocm.models import attention_heads, attention_parallel
+from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
 from diffusers_rocm.models.attention_parallel import Layout, attention, attention_after_whole_keys
 
 from ..testing_utils import message_of, relative_l2, run_ranks
@@ -63,16 +64,15 @@ def full_mask(kind: str, streams, heads: int, batch: int):
 
 
 def method(rotate: str):
-    """`(context, rotate_method)`: "at once" is an allgather of what is too little work to be cut."""
-    rows = 1 << 15 if rotate == "at once" else attention_parallel.CPU_GROUP_ROWS
-    context = patch.object(attention_parallel, "CPU_GROUP_ROWS", rows)
+    """`(context, rotate_method)`: "at once" is an allgather, or Ulysses, of what is too little work to be cut."""
+    rows = 1 << 15 if rotate == "at once" else attention_heads.CPU_GROUP_ROWS
+    context = patch.object(attention_heads, "CPU_GROUP_ROWS", rows)
     return context, "allgather" if rotate == "at once" else rotate
 
 
 def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, causal) -> float:
     """Relative error on this rank's tokens. `how` is what the rank gets of the mask: its keys, its rows, or all."""
-    axes = ContextParallelConfig(ring, ulysses).axes()
-    cp, ring_axis, ulysses_axis = axes.context, axes.ring, axes.ulysses
+    cp, ring_axis, ulysses_axis = axes(ring, ulysses)
     layout = Layout(streams, ring_axis, ulysses_axis)
     q, k, v = tensors(streams, heads, key_heads, batch)
     mask = None if kind is None else full_mask(kind, streams, heads, batch)
@@ -100,6 +100,7 @@ def worker(ring, ulysses, streams, heads, key_heads, batch, rotate, kind, how, c
 
 RINGS = [(ring, 1, rotate) for ring in (2, 3, 4) for rotate in ("p2p", "allgather", "at once")]
 SPLITS = [*RINGS, (1, 2, "p2p"), (1, 3, "p2p"), (1, 4, "p2p"), (2, 2, "p2p"), (2, 2, "allgather")]
+SPLITS += [(1, 2, "at once"), (1, 3, "at once")]
 SHAPES = [((24,), 12, 12, 1), ((23,), 5, 5, 2), ((7, 18), 6, 3, 2)]  # even; uneven; joined, with fewer key heads
 MASKS = [
     ("keys", "local"),
@@ -115,7 +116,15 @@ MASKS = [
     ("rows, additive", "rows"),
     ("rows of the least number", "rows"),
 ]
-MASKED = [(2, 1, "p2p"), (3, 1, "p2p"), (2, 1, "at once"), (3, 1, "allgather"), (1, 3, "p2p"), (2, 2, "p2p")]
+MASKED = [
+    (2, 1, "p2p"),
+    (3, 1, "p2p"),
+    (2, 1, "at once"),
+    (3, 1, "allgather"),
+    (1, 3, "p2p"),
+    (1, 3, "at once"),
+    (2, 2, "p2p"),
+]
 
 
 class TestSchedules(unittest.TestCase):
@@ -158,6 +167,13 @@ class TestSchedules(unittest.TestCase):
             # Two parts; or three groups of a quarter of the heads, from three ranks.
             assert 0 < bytes_held <= (2 if rotate == "p2p" else 3 * 3 / 4) * part, (bytes_held, part)
 
+    @parameterized.expand([(True,), (False,)])
+    def test_ulysses_hides_messages_where_links_are_slow(self, slow):
+        # 3 heads of each rank. What comes for the next is on its way while one computes; at last, what goes back.
+        hidden = ["now", *["beside", "attention", "arrives"] * 2, "beside", "attention", "now", "arrives"]
+        for events in run_ranks(2, order_worker, slow):
+            assert events == (hidden if slow else ["attention"]), events
+
     def test_masks_that_fit_nothing(self):
         for message in run_ranks(2, bad_mask_worker):
             assert "a mask of 1 x 9 needs a column for each of the 25 keys" in message[0], message
@@ -191,7 +207,7 @@ class TestKeysThatEveryRankHas(unittest.TestCase):
 
 def axes(ring, ulysses):
     axes = ContextParallelConfig(ring, ulysses).axes()
-    return axes.context, axes.ring, axes.ulysses
+    return axes.context, axes.ring, replace(axes.ulysses, slow_links=True)
 
 
 def gradient_worker(ring, ulysses, rotate, kind) -> list[float]:
@@ -308,6 +324,33 @@ def memory_worker(rotate) -> tuple[int, int]:
     with context, patch.object(attention_parallel, name, watched):
         attention(*mine, None, None, False, layout, cp, choose, rotate)
     return most, 2 * mine[1].numel() * mine[1].element_size()
+
+
+@torch.no_grad()
+def order_worker(slow: bool) -> list[str]:
+    """What Ulysses of 2 ranks does, in its order, apart from messages that go at once."""
+    cp, ring_axis, ulysses_axis = axes(1, 2)
+    layout = Layout((48,), ring_axis, replace(ulysses_axis, slow_links=slow))
+    mine = [layout.take(x, 1, layout.rank) for x in tensors((48,), 6, 6, 1)]
+    events = []
+
+    def noted(event, original):
+        def call(*args, **kwargs):
+            events.append(event)
+            answer = original(*args, **kwargs)
+            return noted("arrives", answer) if event == "beside" else answer
+
+        return call
+
+    kernel = KERNELS["flash_cpu"]
+    watched = replace(kernel, run=noted("attention", kernel.run))
+    with (
+        patch.dict(KERNELS, flash_cpu=watched),
+        patch.object(attention_heads, "begin_exchange", noted("beside", attention_heads.begin_exchange)),
+        patch.object(attention_heads, "exchange_in_group", noted("now", attention_heads.exchange_in_group)),
+    ):
+        attention(*mine, None, None, False, layout, cp, choose)
+    return events
 
 
 @torch.no_grad()

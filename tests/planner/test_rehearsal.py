@@ -12,6 +12,7 @@ from parameterized import parameterized
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.benchmarks.collective_calls import collective_calls
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
+from diffusers_rocm.models import attention_heads
 from diffusers_rocm.planner import rehearsal
 from diffusers_rocm.planner.rehearsal import Ledger, rehearse
 from diffusers_rocm.planner.search import denoise_bytes
@@ -92,6 +93,7 @@ class TestRehearsal(unittest.TestCase):
     @parameterized.expand(
         [
             ("flux", {"tp": 3}, "p2p"),
+            ("flux", {"ulysses": 2}, "p2p"),
             ("flux", {"ulysses": 3}, "p2p"),
             ("flux", {"ring": 3}, "p2p"),
             ("flux", {"ring": 2}, "allgather"),
@@ -106,7 +108,9 @@ class TestRehearsal(unittest.TestCase):
             world *= size
         known = KNOWN_MODELS[name]
         real, weights = run_ranks(world, exchanges_of_a_rank, name, degrees, rotate_method)[0]
-        ledger = rehearse(known, tiny_size(name), degrees, TINY[name], torch.float32, rotate_method)
+        as_on_cpu = mock.patch.object(attention_heads, "GPU_GROUP_ROWS", attention_heads.CPU_GROUP_ROWS)
+        with as_on_cpu:
+            ledger = rehearse(known, tiny_size(name), degrees, TINY[name], torch.float32, rotate_method, True)
         counted = Counter()
         for each, count in ledger.exchanges.items():
             counted["all-to-all" if each.kind == "hop" else each.kind] += count

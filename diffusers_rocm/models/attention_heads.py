@@ -1,0 +1,203 @@
+"""Ulysses (Jacobs et al., 2023): tokens of this rank with all heads for all tokens with this rank's heads, and back.
+
+Messages are laid out tokens first, [S, B, H, D], so that parts of any length are joined by lying one after another:
+what arrives is used through a view, without a copy. Over slow links long sequences go a group of heads at a time: the
+next group is on its way while the one that is there computes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import begin_exchange, exchange, exchange_in_group
+from ..distributed.compression import compress_parts, compressed_size, decompress_parts
+from ..distributed.sharding import Block
+from .attention_dispatch import KERNELS
+
+
+# Rows of queries, counted in every head, that keep a device busy: less is not worth a message of its own.
+GPU_GROUP_ROWS, CPU_GROUP_ROWS = 1 << 16, 1 << 4
+
+# Of one rank: its query heads, and the key heads that they attend with.
+Share = tuple[slice, slice]
+
+
+def groups_of_heads(heads: int, rows: int, device: torch.device) -> int:
+    """Into how many groups so many heads, of so many rows each, are cut."""
+    wanted = CPU_GROUP_ROWS if device.type == "cpu" else GPU_GROUP_ROWS
+    return -(-heads // -(-wanted // rows))
+
+
+def tokens_first(*tensors: Tensor) -> Tensor:
+    """[B, S, H, D] each to one [S, B, sum of H, D]."""
+    return torch.cat([x.transpose(0, 1) for x in tensors], dim=2)
+
+
+def for_queries(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, S, Hk, D] as [B, S, heads, D]."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def _shares(heads: int, key_heads: int, world: int, group: int = 0, groups: int = 1) -> list[Share]:
+    """Of every rank, those of its heads that are in the group, all by default."""
+    each, shares = heads // key_heads, []
+    for rank in range(world):
+        first, last = Block(heads, 1).bounds(rank, world)
+        start, stop = (first + bound for bound in Block(last - first, 1).bounds(group, groups))
+        shares.append((slice(start, stop), slice(start // each, -(-stop // each))))
+    return shares
+
+
+def _count(share: Share) -> int:
+    """Heads in the message: of queries, keys and values."""
+    queries, keys = share
+    return queries.stop - queries.start + 2 * (keys.stop - keys.start)
+
+
+def _to_each(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> Tensor:
+    """One message for q, k and v: to every rank its heads."""
+    world, (queries, keys) = len(shares), shares[0]
+    if q.shape[2] % world == 0 and k.shape[2] % world == 0:  # one copy, not one for each rank
+        by_rank = ((x.unflatten(2, (world, -1)), of) for x, of in ((q, queries), (k, keys), (v, keys)))
+        return torch.cat([x[:, :, :, of].permute(2, 1, 0, 3, 4) for x, of in by_rank], dim=3).flatten()
+    cut = ((q[:, :, queries], k[:, :, keys], v[:, :, keys]) for queries, keys in shares)
+    return torch.cat([tokens_first(*part).flatten() for part in cut])
+
+
+def _from_each(received: Tensor, batch: int, size: int, share: Share, each: int) -> tuple[Tensor, ...]:
+    """q, k, v [B, S, heads of this rank, D] of what came, where a key head serves `each` query heads."""
+    queries, keys = share
+    parts = received.view(-1, batch, _count(share), size).transpose(0, 1)
+    count = keys.stop - keys.start
+    q, k, v = parts.split([queries.stop - queries.start, count, count], dim=2)
+    if each > 1:
+        wanted = slice(queries.start - keys.start * each, queries.stop - keys.start * each)
+        k, v = (x.repeat_interleave(each, 2)[:, :, wanted] for x in (k, v))
+    return q, k, v
+
+
+def scatter_heads(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of this rank with all heads -> tokens of the group, `lengths` by rank, with this rank's heads.
+
+    Raises:
+        ValueError: fewer heads than ranks.
+    """
+    batch, length, heads, size = q.shape
+    if heads < axis.size:
+        raise ValueError(
+            f"Ulysses over {axis.size} ranks needs as many heads, and this attention has {heads}; use "
+            f"ulysses_degree <= {heads} and a ring for the rest"
+        )
+    shares = _shares(heads, k.shape[2], axis.size)
+    own = shares[axis.rank]
+    send = tuple(length * batch * _count(share) * size for share in shares)
+    receive = tuple(each * batch * _count(own) * size for each in lengths)
+    received = exchange(_to_each(q, k, v, shares), send, receive, axis)
+    return _from_each(received, batch, size, own, heads // k.shape[2])
+
+
+def gather_heads(out: Tensor, heads: int, lengths: tuple[int, ...], axis: Axis) -> Tensor:
+    """Tokens of the group with this rank's heads -> tokens of this rank with all heads."""
+    batch, _, count, size = out.shape
+    length = lengths[axis.rank]
+    send = tuple(each * batch * count * size for each in lengths)
+    counts = [queries.stop - queries.start for queries, _ in _shares(heads, heads, axis.size)]
+    receive = tuple(length * batch * each * size for each in counts)
+    received = exchange(out.transpose(0, 1).reshape(-1), send, receive, axis)
+    parts = [part.view(length, batch, -1, size) for part in received.split(receive)]
+    return torch.cat(parts, dim=2).transpose(0, 1)
+
+
+def _in_groups(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    kernel: str,
+    lengths: Sequence[int],
+    rank: int,
+    groups: int,
+    group: str,
+    exact: bool,
+) -> Tensor:
+    """Ulysses a group of heads at a time.
+
+    While a group computes, the next one's queries, keys and values are on their way, and while the last one does, the
+    outputs of all before it. Nothing hides the first group's coming and the last one's going.
+
+    Args:
+        q: [B, S, H, D]; k, v: [B, S, Hk, D]; this rank's tokens.
+        mask: None, or broadcastable to [B, heads of this rank, sum(lengths), sum(lengths)].
+        kernel, group: names of both.
+        lengths: tokens of every rank.
+        groups: at most as many as every rank has heads.
+        exact: or in 8 bits.
+    """
+    world, (batch, length, heads, size) = len(lengths), q.shape
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+
+    def send(x: Tensor, outgoing: list[int], incoming: list[int], beside: bool) -> Callable[[], Tensor]:
+        """Begin to, beside what is computed next, or now."""
+        sizes = outgoing, incoming
+        if not exact:
+            x, sizes = compress_parts(x, outgoing), [[*map(compressed_size, counts)] for counts in sizes]
+        if beside:
+            arrive = begin_exchange(x, *sizes, process_group)
+        else:
+            received = exchange_in_group(x, *sizes, process_group)
+            arrive = lambda: received  # noqa: E731
+        return arrive if exact else lambda: decompress_parts(arrive(), incoming, q.dtype)
+
+    def send_group(index: int) -> Callable[[], Tensor]:
+        shares = parts[index]
+        outgoing = [length * batch * _count(share) * size for share in shares]
+        incoming = [tokens * batch * _count(shares[rank]) * size for tokens in lengths]
+        return send(_to_each(q, k, v, shares), outgoing, incoming, beside=index > 0)
+
+    def send_back(outs: list[Tensor], indices: range, beside: bool) -> tuple[Callable[[], Tensor], list[int]]:
+        count = sum(out.shape[2] for out in outs)
+        counts = [sum(parts[i][each][0].stop - parts[i][each][0].start for i in indices) for each in range(world)]
+        incoming = [length * batch * each * size for each in counts]
+        outgoing = [tokens * batch * count * size for tokens in lengths]
+        return send(tokens_first(*outs).flatten(), outgoing, incoming, beside), incoming
+
+    parts = [_shares(heads, k.shape[2], world, index, groups) for index in range(groups)]
+    first, outs, back = parts[0][rank][0].start, [], []
+    arrive = send_group(0)
+    for index in range(groups):
+        share, received = parts[index][rank], arrive()
+        if index < groups - 1:
+            arrive = send_group(index + 1)
+        else:
+            arrive = None  # it holds what came
+            back.append(send_back(outs, range(index), beside=True))
+            outs = []
+        own = slice(share[0].start - first, share[0].stop - first)
+        rows = mask if mask is None or mask.shape[1] == 1 else mask[:, own]
+        outs.append(KERNELS[kernel](*_from_each(received, batch, size, share, heads // k.shape[2]), rows, scale)[0])
+    received = None
+    back.append(send_back(outs, range(groups - 1, groups), beside=False))
+    of_each = [[part.view(length, batch, -1, size) for part in arrive().split(incoming)] for arrive, incoming in back]
+    return torch.cat([part for pair in zip(*of_each, strict=True) for part in pair], dim=2).transpose(0, 1)
+
+
+_in_groups_op = torch.library.custom_op("diffusers_rocm::ulysses_in_groups", _in_groups, mutates_args=())
+
+
+@_in_groups_op.register_fake
+def _(q, *args):
+    batch, length, heads, size = q.shape
+    return q.new_empty((length, batch, heads, size)).transpose(0, 1)
+
+
+def attention_in_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, kernel: str, *where
+) -> Tensor:
+    """`_in_groups`, as one opaque operation for the compiler, which would move every message to the front."""
+    return (_in_groups_op if torch.compiler.is_compiling() else _in_groups)(q, k, v, mask, scale, kernel, *where)
