@@ -1,14 +1,16 @@
 """One attention over several ranks: what a hop, a kernel and each schedule take, in milliseconds.
 
-    torchrun --nproc_per_node=4 utils/bench_attention.py --tokens 65536
-    NCCL_P2P_DISABLE=1 torchrun --nproc_per_node=4 utils/bench_attention.py --tokens 65536
+    torchrun --nproc_per_node=4 utils/bench_attention.py --tokens 16896 66048
+    NCCL_P2P_DISABLE=1 torchrun --nproc_per_node=4 utils/bench_attention.py --tokens 16896 66048
 
 If hops hide under the computation, a ring takes little more than its kernels, or than its hops where they take longer.
+Ulysses goes both ways, whatever the links: with all heads at once, and with groups of them.
 """
 
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +20,8 @@ from bench_transformer import versions
 import diffusers_rocm
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.benchmarks.step import Clock
-from diffusers_rocm.distributed.collectives import pass_on
+from diffusers_rocm.distributed.beside import pass_on
+from diffusers_rocm.models import attention_heads
 from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
 from diffusers_rocm.models.attention_parallel import Layout, attention
 
@@ -26,28 +29,42 @@ from diffusers_rocm.models.attention_parallel import Layout, attention
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", type=int, default=24)
     parser.add_argument("--kernel", help="default: the fastest")
+    parser.add_argument("--group-rows", type=int, default=attention_heads.GPU_GROUP_ROWS, help="least rows of a group")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
+    attention_heads.GPU_GROUP_ROWS = args.group_rows
     device = diffusers_rocm.init()
+    rows = {tokens: measure(args, tokens, device) for tokens in args.tokens}
+    if dist.get_rank() == 0 and args.out:
+        shape = {"heads": args.heads, "group_rows": args.group_rows}
+        content = {"versions": versions(), "shape": shape, "milliseconds": rows}
+        args.out.write_text(json.dumps(content, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace, tokens: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each way to attend."""
     world, clock = dist.get_world_size(), Clock(device)
 
     def choose(q, mask, needs_lse):
         return choose_kernel(q, mask, args.kernel)
 
     axes = {name: ContextParallelConfig(**{f"{name}_degree": world}).axes() for name in ("ring", "ulysses")}
-    layouts = {name: Layout((args.tokens,), each.ring, each.ulysses) for name, each in axes.items()}
+    layouts = {"ring": Layout((tokens,), axes["ring"].ring, axes["ring"].ulysses)}
+    for name, slow in (("at once", False), ("in groups", True)):
+        layouts[name] = Layout((tokens,), axes["ulysses"].ring, replace(axes["ulysses"].ulysses, slow_links=slow))
     length = layouts["ring"].length(dist.get_rank())
     q, k, v = (torch.randn(1, length, args.heads, 128, device=device, dtype=args.dtype) for _ in range(3))
     kernel, group = choose(q, None, True), axes["ring"].ring.group.group_name
     message = torch.cat([k, v], dim=2).flatten()
 
     def schedule(name, rotate_method="p2p"):
-        cp = axes[name].context
+        cp = axes["ring"].context
         return lambda: attention(q, k, v, None, None, False, layouts[name], cp, choose, rotate_method)
 
     cases = {
@@ -57,7 +74,8 @@ def main() -> None:
         ],
         "ring, p2p": schedule("ring"),
         "ring, allgather": schedule("ring", "allgather"),
-        "ulysses": schedule("ulysses"),
+        "Ulysses, at once": schedule("at once"),
+        "Ulysses, in groups": schedule("in groups"),
     }
     rows = {}
     for name, step in cases.items():
@@ -67,13 +85,8 @@ def main() -> None:
         dist.barrier()
         rows[name] = statistics.median(clock.milliseconds(step) for _ in range(args.repeats))
         if dist.get_rank() == 0:
-            print(f"{name:20s} {rows[name]:8.2f} ms", flush=True)
-    if dist.get_rank() == 0 and args.out:
-        shape = {"tokens": args.tokens, "heads": args.heads, "kernel": kernel.name}
-        args.out.write_text(
-            json.dumps({"versions": versions(), "shape": shape, "milliseconds": rows}, indent=2) + "\n"
-        )
-    dist.destroy_process_group()
+            print(f"{tokens:6d} tokens, {kernel.name}  {name:20s} {rows[name]:8.2f} ms", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from bench_transformer import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.step import Clock
-from diffusers_rocm.distributed.collectives import _beside
+from diffusers_rocm.distributed.beside import beside
 
 
 TIMES = 10
@@ -80,15 +80,15 @@ class Bench:
             torch._C._set_sm_carveout_experimental(None)
 
     def side_by_side(self, name: str, message: Callable[..., Any], received: torch.Tensor, product: Callable) -> None:
-        def beside() -> None:
-            arrive = _beside(message, received)
+        def both() -> None:
+            arrive = beside(message, received)
             product()
             arrive()
 
         self.time(f"{name}: message", message)
         self.time(f"{name}: product", product)
         self.time(f"{name}: one after the other", lambda: (message(), product()))
-        self.with_fewer(f"{name}: side by side", beside)
+        self.with_fewer(f"{name}: side by side", both)
 
     def ulysses(self, rows: int) -> None:
         """The message of queries, keys and values of `rows` tokens, and the projection of their MLP."""
@@ -144,7 +144,7 @@ class Bench:
                 waits = []
                 for piece in x.chunk(count):
                     output = F.linear(piece, weight)
-                    waits.append(_beside(functools.partial(dist.all_reduce, output), output))
+                    waits.append(beside(functools.partial(dist.all_reduce, output), output))
                 for wait in waits:
                     wait()
 

@@ -27,6 +27,11 @@ def is_quantized(x: Tensor) -> bool:
     return type(x).__module__.startswith("torchao.") and hasattr(x, "tensor_data_names")
 
 
+def is_plain(weight: Tensor) -> bool:
+    """Is it a parameter of numbers as they are? Asked in a way that the compiler can follow."""
+    return type(weight) in (torch.nn.Parameter, FakeTensor)
+
+
 def is_cuttable(x: Tensor) -> bool:
     """Is it a plain tensor, or one of torchao that can be cut?"""
     return type(x.data) in (Tensor, FakeTensor) or is_quantized(x) and type(x).__name__ in CUTTABLE

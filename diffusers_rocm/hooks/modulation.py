@@ -15,6 +15,7 @@ from torch import nn
 
 from ..distributed.collectives import all_gather_stacked
 from ..distributed.mesh import Axes
+from ..distributed.quantized import is_plain
 from ..models.plans import get_tensor_parallel_plan
 from ..models.plans.plan import TensorParallelPlan, match
 from .group_offload import is_offloaded
@@ -127,7 +128,7 @@ class StepModulation:
             linear.ready = output.contiguous()  # as a Linear's own output is: models take views of it
 
     def _part_of(self, linear: nn.Linear, own: slice, x: torch.Tensor) -> torch.Tensor:
-        if type(linear.weight) is not nn.Parameter:  # quantised; not every format can be cut
+        if not is_plain(linear.weight):  # not every format can be cut
             return F.linear(x, linear.weight, linear.bias)[..., own]
         return F.linear(x, linear.weight[own], None if linear.bias is None else linear.bias[own])
 

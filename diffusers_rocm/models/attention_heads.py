@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.axis import Axis
-from ..distributed.collectives import begin_exchange, exchange, exchange_in_group
+from ..distributed.beside import begin_exchange
+from ..distributed.collectives import exchange, exchange_in_group
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
 from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from ..distributed.axis import Axis
+from ..distributed.beside import pass_on, send_to_all
 from ..distributed.collectives import (
     all_gather,
     copy_to_axis,
     gather_from_axis,
     gather_tokens,
-    pass_on,
-    send_to_all,
 )
 from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
 from ..distributed.sharding import Block

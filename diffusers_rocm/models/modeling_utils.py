@@ -97,13 +97,13 @@ def enable(
     _check_free_and_loaded(model, config)
     check_weights_are_here(model, "enable parallelism first, then offloading")
     axes = config.axes()
+    axes = replace(axes, ulysses=_with_links(axes.ulysses), tp=_with_links(axes.tp))
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
         tp_plan = get_tensor_parallel_plan(type(model))
         placements = resolve(model, tp_plan, axes.tp.size)
         _check_heads(model, tp_plan, axes)
     if axes.context.size > 1:
-        axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
         plan = get_context_parallel_plan(type(model), cp_plan)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
         if axes.ring.size > 1 and config.rotate_method == "p2p":
@@ -126,6 +126,10 @@ def enable(
     hooks += share_modulation(model, axes)
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
+
+
+def _with_links(axis: Axis) -> Axis:
+    return replace(axis, slow_links=links_are_slow(axis))
 
 
 def _check_heads(model: nn.Module, plan: TensorParallelPlan, axes: Axes) -> None:

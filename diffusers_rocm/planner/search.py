@@ -138,8 +138,7 @@ def search(
             name = mesh_name(degrees, rotate_method)
             told(name)
             shared = {axis: count for axis, count in degrees.items() if axis != "cfg"}
-            within = degrees.get("ulysses", 1) * degrees.get("tp", 1) <= machine.gpus
-            slow = (machine.links.inside if within else min(machine.links.inside, machine.links.between)) < FAST
+            slow = tuple(axis for axis in ("ulysses", "tp") if _slowest(machine, degrees, axis) < FAST)
             key = (*shared.items(), rotate_method, slow)
             try:
                 if key not in ledgers:
@@ -155,6 +154,12 @@ def search(
                 dropped.append(Dropped(f"tp>{tp}", f"not looked at: tp={tp} is slower than less"))
             break
     return sorted(found, key=lambda each: each.step), dropped
+
+
+def _slowest(machine: Machine, degrees: Mapping[str, int], axis: str) -> float:
+    """Bytes a second of the slowest link between ranks of an axis, beside which inner ones lie."""
+    ranks = math.prod(degrees.get(name, 1) for name in AXES[AXES.index(axis) :])
+    return machine.links.inside if ranks <= machine.gpus else min(machine.links.inside, machine.links.between)
 
 
 def never_made(subject: Subject, machine: Machine) -> list[Dropped]:

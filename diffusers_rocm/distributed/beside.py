@@ -1,0 +1,140 @@
+"""What is sent while the rank goes on computing.
+
+Each function here begins a collective and answers another function, which waits for it and answers what came.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .axis import Axis
+from .compression import EXACT
+from .quantized import is_plain
+
+
+# For each device a stream, and a row whose softmax is a kernel of one block, some microseconds long.
+_side: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
+
+
+def beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Run a collective into `received` beside the computation that follows; a function that waits, and answers it.
+
+    An attention kernel that fills the device first keeps the collective out to its own end, and nothing is hidden
+    (docs/performance.md). So on an accelerator the computation is held for the moment that the collective needs to
+    begin on a stream of ours.
+    """
+    if received.device.type == "cpu":
+        finish = collective(async_op=True).wait
+    else:
+        module = torch.get_device_module(received.device)
+        if received.device not in _side:
+            _side[received.device] = module.Stream(received.device), torch.zeros(1, 1 << 14, device=received.device)
+        here, (beside, row) = module.current_stream(received.device), _side[received.device]
+        beside.wait_stream(here)
+        with module.stream(beside):
+            begins = beside.record_event()
+            collective()
+            ends = beside.record_event()
+        here.wait_event(begins)
+        row.softmax(-1)
+        finish = functools.partial(_wait_for, ends, received.device)
+
+    def wait() -> torch.Tensor:
+        nonlocal collective, finish
+        finish()
+        collective = finish = None  # they would keep what was sent
+        return received
+
+    return wait
+
+
+def _wait_for(event: torch.Event, device: torch.device) -> None:
+    torch.get_device_module(device).current_stream(device).wait_event(event)
+
+
+def pass_on(x: torch.Tensor, incoming: int, rank: int, world: int, group: str) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` [n], contiguous, to the next rank and to receive [incoming] from the previous one.
+
+    An all-to-all in which every rank has one receiver, which costs the host less than a batch of messages.
+
+    Returns:
+        A function that waits, and answers what came.
+    """
+    send, receive = [0] * world, [0] * world
+    send[(rank + 1) % world], receive[(rank - 1) % world] = x.numel(), incoming
+    return begin_exchange(x, send, receive, dist.distributed_c10d._resolve_process_group(group))
+
+
+def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str) -> Callable[[], torch.Tensor]:
+    """Begin to send `x` [n], contiguous, to every other rank, and to receive `incoming[i]` elements from each rank i.
+
+    All links are in use at once, where a gather goes round a ring.
+
+    Returns:
+        A function that waits, and answers what came, in rank order and without this rank's own.
+    """
+    receive = [0 if index == rank else count for index, count in enumerate(incoming)]
+    send = [0 if index == rank else x.numel() for index in range(len(incoming))]
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    return begin_exchange(x.repeat(len(incoming) - 1), send, receive, process_group)
+
+
+def begin_exchange(
+    x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
+    """Begin an all-to-all as `exchange_in_group` makes it.
+
+    Returns:
+        A function that waits, and answers what came.
+    """
+    received = x.new_empty(sum(receive))
+    return beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
+
+
+# Rows of a product, counted in all items of a batch, whose sum is worth a message of its own.
+SUM_PART_ROWS, SUM_PARTS = 1 << 10, 4
+
+
+def parts_of_sum(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> int:
+    """In how many parts the product of `x` [..., features] is summed over the axis: one, where that gains nothing.
+
+    One too where the product is not as it is written: with gradients, by autocast, of quantised weights.
+    """
+    plain = is_plain(weight) and not torch.is_autocast_enabled(x.device.type)
+    if not axis.slow_links or axis.communication != EXACT or torch.is_grad_enabled() or not plain:
+        return 1
+    return max(1, min(SUM_PARTS, x.shape[:-1].numel() // SUM_PART_ROWS))
+
+
+def linear_and_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, axis: Axis
+) -> torch.Tensor:
+    """The sum over the axis of `F.linear(x, weight, bias)`: each part of the rows is summed beside the next's product.
+
+    One opaque operation for the compiler, which would move the sums behind all products.
+    """
+    run = _linear_and_sum_op if torch.compiler.is_compiling() else _linear_and_sum
+    return run(x, weight, bias, parts, axis.group.group_name)
+
+
+def _linear_and_sum(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, group: str
+) -> torch.Tensor:
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    waits = []
+    for part in x.reshape(-1, x.shape[-1]).chunk(parts):
+        output = F.linear(part, weight, bias)
+        waits.append(beside(functools.partial(dist.all_reduce, output, group=process_group), output))
+    return torch.cat([wait() for wait in waits]).unflatten(0, x.shape[:-1])
+
+
+_linear_and_sum_op = torch.library.custom_op("diffusers_rocm::linear_and_sum", _linear_and_sum, mutates_args=())
+
+
+@_linear_and_sum_op.register_fake
+def _(x, weight, *args):
+    return x.new_empty((*x.shape[:-1], len(weight)))
