@@ -40,8 +40,8 @@ FILES = (
     "wan_480_compiled_4xh200",
     "wan_480_compiled_2xh200",
 )
-# Measured before messages of Ulysses, and sums, were hidden where links are slow.
-AT_ONCE = ("flux_65k_4xh200_p2p_off", "flux_65k_2xh200_p2p_off", "flux_1024_int8_2xh200_p2p_off")
+# Measured before Ulysses hid its messages where links are slow.
+AT_ONCE = ("flux_65k_4xh200_p2p_off", "flux_65k_2xh200_p2p_off")
 # Bytes a second that a GPU sends, by collectives of 28 MB.
 NVLINK, THROUGH_HOST = 310e9, 29e9
 MODE = re.compile(r"(single|tp|(?:(?:cfg|ring|ulysses|tp)\d+)+)(-allgather)?(?:\+c(?:\+g)?)")
@@ -80,7 +80,7 @@ def predicted(file: str, degrees: dict[str, int], rotate_method: str) -> float:
     config = {name: count for name, count in config.items() if count is not None}
     shared = {axis: size for axis, size in degrees.items() if axis != "cfg"}
     rate = THROUGH_HOST if run["versions"]["NCCL_P2P_DISABLE"] == "1" else NVLINK
-    slow = ("ulysses", "tp") if rate < FAST and file not in AT_ONCE else ()
+    slow = rate < FAST and file not in AT_ONCE
     key = (args.model, args.resolution, *config.items(), *shared.items(), rotate_method, slow)
     if key not in _ledgers:
         size = known.sized(args.resolution, None, None)

@@ -61,6 +61,46 @@ def hops() -> str:
     return "\n".join([*lines, "", ran])
 
 
+def ways_to_attend() -> str:
+    """One attention by each schedule, over fast links and over slow ones."""
+    runs = [read(name) for name in ("attention_2xh100", "attention_2xh100_p2p_off")]
+    ways = "Ulysses, at once", "Ulysses, in groups", "ring, p2p", "ring, allgather"
+    lines = [f"| tokens | links | {' | '.join(ways)} |", "|---|---|" + "---|" * len(ways)]
+    for tokens in runs[0]["milliseconds"]:
+        for links, run in zip(("NVLink", "P2P off"), runs, strict=True):
+            figures = " | ".join(f"{run['milliseconds'][tokens][way]:.2f}" for way in ways)
+            lines.append(f"| {tokens} | {links} | {figures} |")
+    command = f"utils/bench_attention.py --tokens {' '.join(runs[0]['milliseconds'])}"
+    return "\n".join([*lines, "", source(command, runs[0]["versions"], "attention_2xh100*")])
+
+
+def side_by_side() -> str:
+    """A message and a product that does not wait for it, and a sum in parts under its product."""
+    runs = [read(name) for name in ("overlap_2xh100", "overlap_2xh100_p2p_off")]
+    rows = {
+        "message of Ulysses, 1152 tokens": "ulysses 1152, NCCL: message",
+        "product of the MLP": "ulysses 1152, NCCL: product",
+        "one after the other": "ulysses 1152, NCCL: one after the other",
+        "side by side": "ulysses 1152, NCCL: side by side",
+        "side by side, 32 multiprocessors left free": "ulysses 1152, NCCL: side by side, 32 left free",
+        "the message by copies out of symmetric memory": "ulysses 1152, copies: message",
+        "so, side by side": "ulysses 1152, copies: side by side",
+        "row product of 4608 tokens": "sum 4608: product",
+        "its sum": "sum 4608: NCCL",
+        "its sum as a reduce-scatter and a gather": "sum 4608: reduce-scatter, all-gather",
+        "its sum by torch's one-shot": "sum 4608: one-shot",
+        "its sum by torch's two-shot": "sum 4608: two-shot",
+        "product, then sum": "sum 4608: product, NCCL",
+        "in 2 parts, side by side": "sum 4608: product, NCCL in 2 parts side by side",
+        "in 4 parts, side by side": "sum 4608: product, NCCL in 4 parts side by side",
+    }
+    lines = ["| microseconds | NVLink | P2P off |", "|---|---|---|"]
+    for shown, name in rows.items():
+        figures = [run["microseconds"].get(name) for run in runs]
+        lines.append(f"| {shown} | {' | '.join('' if each is None else f'{each:.0f}' for each in figures)} |")
+    return "\n".join([*lines, "", source("utils/bench_overlap.py", runs[0]["versions"], "overlap_2xh100*")])
+
+
 def flux_bytes() -> str:
     """From the plan and the real config, on the meta device."""
     with torch.device("meta"):
@@ -208,6 +248,8 @@ TABLES = {
         "int8_group_4xh200",
         also="`--quantization int8`, and with that and `--offload group`",
     ),
+    "ways_to_attend": ways_to_attend,
+    "side_by_side": side_by_side,
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "loading": lambda: loading("load_bf16_cpu"),

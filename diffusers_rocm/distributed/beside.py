@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-
-from .axis import Axis
-from .compression import EXACT
-from .quantized import is_plain
 
 
 # For each device a stream, and a row whose softmax is a kernel of one block, some microseconds long.
@@ -93,48 +88,3 @@ def begin_exchange(
     """
     received = x.new_empty(sum(receive))
     return beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
-
-
-# Rows of a product, counted in all items of a batch, whose sum is worth a message of its own.
-SUM_PART_ROWS, SUM_PARTS = 1 << 10, 4
-
-
-def parts_of_sum(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> int:
-    """In how many parts the product of `x` [..., features] is summed over the axis: one, where that gains nothing.
-
-    One too where the product is not as it is written: with gradients, by autocast, of quantised weights.
-    """
-    plain = is_plain(weight) and not torch.is_autocast_enabled(x.device.type)
-    if not axis.slow_links or axis.communication != EXACT or torch.is_grad_enabled() or not plain:
-        return 1
-    return max(1, min(SUM_PARTS, x.shape[:-1].numel() // SUM_PART_ROWS))
-
-
-def linear_and_sum(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, axis: Axis
-) -> torch.Tensor:
-    """The sum over the axis of `F.linear(x, weight, bias)`: each part of the rows is summed beside the next's product.
-
-    One opaque operation for the compiler, which would move the sums behind all products.
-    """
-    run = _linear_and_sum_op if torch.compiler.is_compiling() else _linear_and_sum
-    return run(x, weight, bias, parts, axis.group.group_name)
-
-
-def _linear_and_sum(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, group: str
-) -> torch.Tensor:
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    waits = []
-    for part in x.reshape(-1, x.shape[-1]).chunk(parts):
-        output = F.linear(part, weight, bias)
-        waits.append(beside(functools.partial(dist.all_reduce, output, group=process_group), output))
-    return torch.cat([wait() for wait in waits]).unflatten(0, x.shape[:-1])
-
-
-_linear_and_sum_op = torch.library.custom_op("diffusers_rocm::linear_and_sum", _linear_and_sum, mutates_args=())
-
-
-@_linear_and_sum_op.register_fake
-def _(x, weight, *args):
-    return x.new_empty((*x.shape[:-1], len(weight)))

@@ -16,7 +16,6 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 
 from ..distributed.axis import Axis
-from ..distributed.beside import linear_and_sum, parts_of_sum
 from ..distributed.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, sum_over_axis
 from ..distributed.sharding import Shard
 from .stand_in import stands_in_for
@@ -80,10 +79,7 @@ class RowParallelLinear(nn.Linear):
     sharding: Sharding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        axis = self.sharding.axis
-        if (parts := parts_of_sum(x, self.weight, axis)) > 1:
-            return linear_and_sum(x, self.weight, self.bias, parts, axis)
-        return reduce_from_axis(F.linear(x, self.weight, self.bias), axis)
+        return reduce_from_axis(F.linear(x, self.weight, self.bias), self.sharding.axis)
 
 
 class GatheredColumnLinear(nn.Linear):

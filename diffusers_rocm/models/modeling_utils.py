@@ -97,7 +97,7 @@ def enable(
     _check_free_and_loaded(model, config)
     check_weights_are_here(model, "enable parallelism first, then offloading")
     axes = config.axes()
-    axes = replace(axes, ulysses=_with_links(axes.ulysses), tp=_with_links(axes.tp))
+    axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
         tp_plan = get_tensor_parallel_plan(type(model))
@@ -126,10 +126,6 @@ def enable(
     hooks += share_modulation(model, axes)
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
-
-
-def _with_links(axis: Axis) -> Axis:
-    return replace(axis, slow_links=links_are_slow(axis))
 
 
 def _check_heads(model: nn.Module, plan: TensorParallelPlan, axes: Axes) -> None:

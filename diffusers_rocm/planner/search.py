@@ -138,7 +138,7 @@ def search(
             name = mesh_name(degrees, rotate_method)
             told(name)
             shared = {axis: count for axis, count in degrees.items() if axis != "cfg"}
-            slow = tuple(axis for axis in ("ulysses", "tp") if _slowest(machine, degrees, axis) < FAST)
+            slow = _slowest_of_ulysses(machine, degrees) < FAST
             key = (*shared.items(), rotate_method, slow)
             try:
                 if key not in ledgers:
@@ -156,10 +156,10 @@ def search(
     return sorted(found, key=lambda each: each.step), dropped
 
 
-def _slowest(machine: Machine, degrees: Mapping[str, int], axis: str) -> float:
-    """Bytes a second of the slowest link between ranks of an axis, beside which inner ones lie."""
-    ranks = math.prod(degrees.get(name, 1) for name in AXES[AXES.index(axis) :])
-    return machine.links.inside if ranks <= machine.gpus else min(machine.links.inside, machine.links.between)
+def _slowest_of_ulysses(machine: Machine, degrees: Mapping[str, int]) -> float:
+    """Bytes a second of the slowest link between ranks of the axis, inside of which the ranks of tp are."""
+    inside = degrees.get("ulysses", 1) * degrees.get("tp", 1) <= machine.gpus
+    return machine.links.inside if inside else min(machine.links.inside, machine.links.between)
 
 
 def never_made(subject: Subject, machine: Machine) -> list[Dropped]:

@@ -1,0 +1,56 @@
+"""Which links are slow is measured when a model is enabled, and known to its attention."""
+
+import unittest
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+
+from diffusers_rocm import ParallelConfig
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.links import FAST, links_are_slow
+from diffusers_rocm.hooks.context_parallel import split_of
+
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..testing_utils import run_ranks
+
+
+def enabled_worker(degrees: dict[str, int]) -> tuple[bool, bool]:
+    model = FluxTransformerTesterConfig().get_model()
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    return model.parallelism.axes.ulysses.slow_links, split_of(model).layout_of(24).ulysses.slow_links
+
+
+def measured_worker() -> tuple[bool, bool]:
+    axis = Axis.of_all()
+    module = torch.get_device_module(axis.device)
+    module.synchronize()
+    message = torch.zeros(1 << 24, dtype=torch.uint8, device=axis.device)
+    begin, end = (module.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        dist.all_to_all_single(torch.empty_like(message), message)
+    begin.record()
+    dist.all_to_all_single(torch.empty_like(message), message)
+    end.record()
+    module.synchronize()
+    rate = message.numel() * (axis.size - 1) / axis.size / begin.elapsed_time(end) * 1e3
+    return links_are_slow(axis), rate < FAST
+
+
+class TestLinks(unittest.TestCase):
+    @parameterized.expand([({"ulysses": 2}, True), ({"ulysses": 2, "ring": 2}, True), ({"ring": 2}, False)])
+    def test_attention_knows(self, degrees, slow):
+        for found in run_ranks(2 * len(degrees), enabled_worker, degrees):
+            assert found == (slow, slow)
+
+    def test_one_rank_has_none(self):
+        assert not links_are_slow(Axis.single("ulysses"))
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "needs 2 GPUs")
+    def test_gpus(self):
+        for ours, theirs in run_ranks(2, measured_worker, device="cuda"):
+            assert ours == theirs
+
+
+if __name__ == "__main__":
+    unittest.main()
