@@ -21,7 +21,6 @@ import diffusers_rocm
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.distributed.beside import pass_on
-from diffusers_rocm.models import attention_heads
 from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
 from diffusers_rocm.models.attention_parallel import Layout, attention
 
@@ -32,17 +31,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", type=int, default=24)
     parser.add_argument("--kernel", help="default: the fastest")
-    parser.add_argument("--group-rows", type=int, default=attention_heads.GPU_GROUP_ROWS, help="least rows of a group")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    attention_heads.GPU_GROUP_ROWS = args.group_rows
     device = diffusers_rocm.init()
     rows = {tokens: measure(args, tokens, device) for tokens in args.tokens}
     if dist.get_rank() == 0 and args.out:
-        shape = {"heads": args.heads, "group_rows": args.group_rows}
-        content = {"versions": versions(), "shape": shape, "milliseconds": rows}
+        content = {"versions": versions(), "heads": args.heads, "milliseconds": rows}
         args.out.write_text(json.dumps(content, indent=2) + "\n")
     dist.destroy_process_group()
 

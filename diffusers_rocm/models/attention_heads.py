@@ -19,17 +19,26 @@ from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS
 
 
-# Rows of queries, counted in every head, that keep a device busy: less is not worth a message of its own.
-GPU_GROUP_ROWS, CPU_GROUP_ROWS = 1 << 16, 1 << 4
+# Rows of queries, counted in every head, that keep a multiprocessor of a GPU busy, and a CPU: less is not worth a
+# message of its own. Measured where there are 132 of them (docs/performance.md).
+UNIT_GROUP_ROWS, CPU_GROUP_ROWS, UNITS = 496, 16, 132
 
 # Of one rank: its query heads, and the key heads that they attend with.
 Share = tuple[slice, slice]
 
 
+@torch.compiler.assume_constant_result
+def _group_rows(device_type: str) -> int:
+    """Rows that keep this process' device of that type busy."""
+    if device_type == "cpu":
+        return CPU_GROUP_ROWS
+    properties = torch.get_device_module(device_type).get_device_properties()
+    return UNIT_GROUP_ROWS * getattr(properties, "multi_processor_count", UNITS)
+
+
 def groups_of_heads(heads: int, rows: int, device: torch.device) -> int:
     """Into how many groups so many heads, of so many rows each, are cut."""
-    wanted = CPU_GROUP_ROWS if device.type == "cpu" else GPU_GROUP_ROWS
-    return -(-heads // -(-wanted // rows))
+    return -(-heads // -(-_group_rows(device.type) // rows))
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class GPU:
         units: multiprocessors or compute units; a product of few tiles leaves some idle.
         memory: bytes.
         link: bytes a second that it sends, and receives meanwhile, inside its node.
+        pairs: whether two units make what torch calls a multiprocessor.
         measured: whether these numbers are measured, or a share of the data sheet's that was.
     """
 
@@ -35,6 +36,12 @@ class GPU:
     link: float
     measured: bool
     launch: float = 15e-6
+    pairs: bool = False
+
+    @property
+    def multiprocessors(self) -> int:
+        """As torch counts them: RDNA's compute units in pairs."""
+        return self.units // 2 if self.pairs else self.units
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ GPUS = {
         memory * 1e9,
         link * 1e9,
         name == "H200",
+        pairs=shares is _RDNA,
     )
     for name, (tflops, bandwidth, memory, units, link, shares) in _SHEETS.items()
 }
