@@ -6,6 +6,7 @@ next group is on its way while the one that is there computes.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,26 +20,47 @@ from ..distributed.sharding import Block
 from .attention_dispatch import KERNELS
 
 
-# Rows of queries, counted in every head, that keep a multiprocessor of a GPU busy, and a CPU: less is not worth a
-# message of its own. Measured where there are 132 of them (docs/performance.md).
-UNIT_GROUP_ROWS, CPU_GROUP_ROWS, UNITS = 496, 16, 132
+@dataclass(frozen=True)
+class Busy:
+    """What keeps a device busy: less of it is not worth a message of its own.
+
+    Attributes:
+        rows: of queries, counted in every head, of one kernel.
+        pairs: of a query and a key, counted in every head, of one hop of a ring.
+    """
+
+    rows: int
+    pairs: int
+
+    @classmethod
+    def of_gpu(cls, multiprocessors: int) -> "Busy":
+        """Measured where there are 132 of them (docs/performance.md)."""
+        return cls(496 * multiprocessors, (2 << 20) * multiprocessors)
+
+
+OF_CPU = Busy(16, 16)
 
 # Of one rank: its query heads, and the key heads that they attend with.
 Share = tuple[slice, slice]
 
 
 @torch.compiler.assume_constant_result
-def _group_rows(device_type: str) -> int:
-    """Rows that keep this process' device of that type busy."""
+def _busy(device_type: str) -> Busy:
+    """What keeps this process' device of that type busy."""
     if device_type == "cpu":
-        return CPU_GROUP_ROWS
+        return OF_CPU
     properties = torch.get_device_module(device_type).get_device_properties()
-    return UNIT_GROUP_ROWS * getattr(properties, "multi_processor_count", UNITS)
+    return Busy.of_gpu(getattr(properties, "multi_processor_count", 132))
 
 
 def groups_of_heads(heads: int, rows: int, device: torch.device) -> int:
     """Into how many groups so many heads, of so many rows each, are cut."""
-    return -(-heads // -(-_group_rows(device.type) // rows))
+    return -(-heads // -(-_busy(device.type).rows // rows))
+
+
+def hides_a_hop(rows: int, keys: int, device: torch.device) -> bool:
+    """Whether attention of so many rows, in all heads, to the keys of one rank is worth a hop beside it."""
+    return rows * keys >= _busy(device.type).pairs
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from .attention_heads import (
     for_queries,
     gather_heads,
     groups_of_heads,
+    hides_a_hop,
     scatter_heads,
     tokens_first,
 )
@@ -174,10 +175,11 @@ def _attention_over_ring(
         return choose(q, mask, False)(q, k, v, mask, scale)[0]
     lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(ring.size))
     kernel = choose(q, mask, rotate_method == "p2p")
-    rows = max(lengths) * q.shape[0] * q.shape[2] // k.shape[2]  # of each key head
-    groups = groups_of_heads(k.shape[2], rows, q.device)
+    rows = max(lengths) * q.shape[0] * q.shape[2]
+    groups = groups_of_heads(k.shape[2], rows // k.shape[2], q.device)
+    hides = hides_a_hop(rows, max(lengths), q.device) if rotate_method == "p2p" else groups > 1
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
-    if needs_grad(q, k, v) or groups == 1 or whole_only:
+    if needs_grad(q, k, v) or not hides or whole_only:
         # Views of one gathered message; its gradients are summed.
         message = copy_to_axis(gather_tokens(tokens_first(k, v), lengths, ring), ring)
         out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)

@@ -31,7 +31,10 @@ from ..benchmarks.known_models import KnownModel, Size, inputs
 from ..distributed.mesh import AXES
 from ..models import attention_heads, modeling_utils
 from ..models._modeling_parallel import ParallelConfig
-from ..models.attention_heads import UNIT_GROUP_ROWS, UNITS
+from ..models.attention_heads import Busy
+
+
+ON_H200 = Busy.of_gpu(132)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def rehearse(
     dtype: torch.dtype,
     rotate_method: str = "p2p",
     slow_links: bool = False,
-    group_rows: int = UNIT_GROUP_ROWS * UNITS,
+    busy: Busy = ON_H200,
 ) -> Ledger:
     """Let the first rank of a mesh go through a forward that computes nothing.
 
@@ -106,7 +109,7 @@ def rehearse(
         degrees: ranks by axis; dp and cfg, which only repeat a forward, are left to the caller.
         config: what differs from the published model.
         slow_links: between the ranks of the Ulysses axis, which then hide what they send.
-        group_rows: of queries, that keep the GPU busy.
+        busy: what keeps the GPU so.
 
     Raises:
         ValueError: the model cannot be had so: too few heads, no plan, no such config. As on real ranks.
@@ -131,7 +134,7 @@ def rehearse(
         ledger.linears = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
         noted = collective_calls(functools.partial(_note_exchange, ledger, names))
         # Tensors without values lie on the CPU.
-        as_on_gpus = mock.patch.object(attention_heads, "CPU_GROUP_ROWS", group_rows)
+        as_on_gpus = mock.patch.object(attention_heads, "OF_CPU", busy)
         with as_on_gpus, without_values, torch.no_grad(), _Count(ledger, held) as count, noted:
             _repeat_equal_blocks(model, ledger)
             try:

@@ -10,7 +10,7 @@ import torch
 from ..benchmarks.known_models import Size
 from ..distributed.links import FAST
 from ..distributed.mesh import AXES
-from ..models.attention_heads import UNIT_GROUP_ROWS
+from ..models.attention_heads import Busy
 from ..pipelines.text_encoders import ROOM
 from .cost import Seconds, predict
 from .hardware import GPU, Links, to_one_neighbour
@@ -144,7 +144,7 @@ def search(
             try:
                 if key not in ledgers:
                     given = subject.known, size, shared, subject.config, computed(dtype), rotate_method, slow
-                    ledgers[key] = rehearse(*given, UNIT_GROUP_ROWS * machine.gpu.multiprocessors)
+                    ledgers[key] = rehearse(*given, Busy.of_gpu(machine.gpu.multiprocessors))
             except ValueError as error:
                 dropped.append(Dropped(name, str(error)))
                 continue

@@ -18,6 +18,7 @@ from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.models import attention_heads, attention_parallel
 from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
+from diffusers_rocm.models.attention_heads import Busy
 from diffusers_rocm.models.attention_parallel import Layout, attention, attention_after_whole_keys
 
 from ..testing_utils import message_of, relative_l2, run_ranks
@@ -65,8 +66,8 @@ def full_mask(kind: str, streams, heads: int, batch: int):
 
 def method(rotate: str):
     """`(context, rotate_method)`: "at once" is an allgather, or Ulysses, of what is too little work to be cut."""
-    rows = 1 << 15 if rotate == "at once" else attention_heads.CPU_GROUP_ROWS
-    context = patch.object(attention_heads, "CPU_GROUP_ROWS", rows)
+    busy = Busy(1 << 15, 1 << 30) if rotate == "at once" else attention_heads.OF_CPU
+    context = patch.object(attention_heads, "OF_CPU", busy)
     return context, "allgather" if rotate == "at once" else rotate
 
 

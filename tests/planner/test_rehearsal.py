@@ -109,7 +109,7 @@ class TestRehearsal(unittest.TestCase):
         known = KNOWN_MODELS[name]
         real, weights = run_ranks(world, exchanges_of_a_rank, name, degrees, rotate_method)[0]
         given = tiny_size(name), degrees, TINY[name], torch.float32, rotate_method
-        ledger = rehearse(known, *given, slow_links=True, group_rows=attention_heads.CPU_GROUP_ROWS)
+        ledger = rehearse(known, *given, slow_links=True, busy=attention_heads.OF_CPU)
         counted = Counter()
         for each, count in ledger.exchanges.items():
             counted["all-to-all" if each.kind == "hop" else each.kind] += count
