@@ -198,6 +198,16 @@ class TestGenerate(unittest.TestCase):
         with pytest.raises(ValueError, match="--tp 25 exceeds the 24 attention heads"):
             ModelFolder(str(model)).check_degrees({"ring": 1, "ulysses": 1, "tp": 25})
 
+    @parameterized.expand(["transformer_2", "unconditional_transformer"])
+    def test_parameters_of_two_denoisers(self, second):
+        model = self.folder / "model"
+        shutil.copytree(EMBEDDED_MODEL, model)
+        shutil.copytree(model / "transformer", model / second)
+        index = json.loads((model / "model_index.json").read_text())
+        (model / "model_index.json").write_text(json.dumps(index | {second: index["transformer"]}))
+        one = ModelFolder(str(EMBEDDED_MODEL)).denoiser_parameters()
+        assert ModelFolder(str(model)).denoiser_parameters() == 2 * one
+
     def test_prompt_files(self):
         file = self.folder / "prompts.txt"
         file.write_bytes("\ufeffa red circle\r\n\r\na green\u0085star\n".encode())
