@@ -155,8 +155,8 @@ def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
         seeds = tuple(int(seed) for seed in args.seed.split(","))
     except ValueError:
         raise ValueError(f"--seed takes a number, or some with commas between; got {args.seed!r}") from None
-    if not all(0 <= seed < 2**63 - args.num_images_per_prompt for seed in seeds):
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
+    if not all(0 <= seed <= 2**63 - args.num_images_per_prompt for seed in seeds):
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, and so must those that follow it; got {args.seed}")
     if len(seeds) == 1:
         return tuple(range(seeds[0], seeds[0] + args.num_images_per_prompt))
     if args.num_images_per_prompt not in (1, len(seeds)):
