@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..benchmarks.known_models import Size
-from ..distributed.mesh import AXES
 from ..pipelines.text_encoders import ROOM
-from .cost import Seconds, predict
+from .cost import Seconds, axis_size, predict
 from .hardware import GPU, Links, to_one_neighbour
 from .rehearsal import Ledger, rehearse
 from .stages import decode_bytes, encoder_bytes
@@ -217,6 +216,5 @@ def denoise_bytes(ledger: Ledger, dtype: str) -> float:
 
 
 def _seconds_of_guidance(ledger: Ledger, degrees: Mapping[str, int], machine: Machine) -> float:
-    within = math.prod(degrees.get(axis, 1) for axis in AXES[2:])
-    rate = machine.links.inside if 2 * within <= machine.gpus else machine.links.between
+    rate = machine.links.inside if 2 * axis_size("model", degrees) <= machine.gpus else machine.links.between
     return machine.links.latency + ledger.output / rate
