@@ -14,7 +14,6 @@ from typing import Any
 
 import diffusers
 import torch
-import torch.distributed as dist
 import transformers
 from diffusers import DiffusionPipeline
 from diffusers.utils import BaseOutput
@@ -22,7 +21,7 @@ from PIL import Image
 from torch import nn
 
 from .. import __version__
-from ..distributed import init
+from ..distributed import init, is_first_rank
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.compression import EXACT
@@ -207,7 +206,7 @@ def generate(request: GenerationRequest) -> list[Path]:
     """
     started, begun = time.perf_counter(), float(os.environ.get("DIFFUSERS_ROCM_STARTED", time.time()))
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first_rank()
     if not first:
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
