@@ -106,6 +106,7 @@ def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.
 
 
 def runs_table(runs: Sequence[Run]) -> str:
+    """One line a mesh, beside the first; one that is wrong has no times."""
     base = runs[0].picture
     heads = "".join(f"{stage:>10}" for stage in (*STAGES, "picture"))
     lines = [f"{'seconds':20}{heads}{'':9}{'relative L2':>12}"]
@@ -119,5 +120,6 @@ def runs_table(runs: Sequence[Run]) -> str:
 
 
 def runs_json(request: GenerationRequest, runs: Sequence[Run], environment: dict[str, Any], command: str) -> dict:
+    """All that was measured, seconds and bytes."""
     rows = [asdict(run) | {"picture": run.picture} for run in runs]
     return {"command": command, "request": asdict(request), "environment": environment, "rows": rows}

@@ -128,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
+    """Those of the command line, then those of the file. Raises ValueError where there are none, or one is no text."""
     prompts = list(args.prompt)
     if args.prompts_file is not None:
         try:
@@ -178,6 +179,7 @@ def read_text_encoders(words: list[str], folder: ModelFolder) -> str | dict[str,
 
 
 def check_lora(lora: str) -> None:
+    """Raises ValueError where PEFT is missing, or it is neither here nor the id of a repository."""
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--lora needs PEFT: pip install peft")
     hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", lora) is not None
@@ -186,6 +188,7 @@ def check_lora(lora: str) -> None:
 
 
 def check_image(file: Path) -> None:
+    """Raises ValueError where it is no picture."""
     try:
         with Image.open(file) as image:
             image.verify()
@@ -194,6 +197,7 @@ def check_image(file: Path) -> None:
 
 
 def on_gpus(args: argparse.Namespace) -> bool:
+    """Are the ranks to be GPUs?"""
     return args.device == "cuda" or (args.device is None and default_device_type() != "cpu")
 
 

@@ -65,6 +65,7 @@ class Pending(Tensor):
 
     @staticmethod
     def of(x: Tensor, turns: _Turns) -> "Pending":
+        """`x`, of the same memory, which is filled when its turns are over."""
         pending = x.as_subclass(Pending)
         pending.turns = turns
         return pending

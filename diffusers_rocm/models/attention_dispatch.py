@@ -134,6 +134,7 @@ class Kernel:
 
 
 def needs_grad(*tensors: Tensor) -> bool:
+    """Will somebody ask for the gradients of any of them?"""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

@@ -187,6 +187,7 @@ def peak_memory(world: Axis, device: torch.device) -> list[int]:
 
 
 def versions() -> dict[str, str]:
+    """Of what a picture depends on."""
     return {
         "diffusers_rocm": __version__,
         "diffusers": diffusers.__version__,

@@ -63,9 +63,11 @@ class ModelFolder:
         return found
 
     def config(self, component: str) -> dict:
+        """Raises ValueError where the component has none."""
         return self._json(f"{component}/config.json")
 
     def denoiser_config(self) -> dict:
+        """Of the first, where there are two."""
         return self.config(self._denoisers[0])
 
     def text_encoders(self) -> dict[str, tuple[str, dict]]:

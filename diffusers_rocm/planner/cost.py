@@ -31,10 +31,12 @@ class Seconds:
 
     @property
     def compute(self) -> float:
+        """Of computing alone."""
         return self.matmul + self.attention + self.other
 
     @property
     def total(self) -> float:
+        """Of computing and of waiting for others."""
         return self.compute + sum(self.communication.values())
 
 

@@ -43,6 +43,7 @@ class Machine:
 
     @property
     def world(self) -> int:
+        """GPUs of all nodes."""
         return self.gpus * self.nodes
 
 
@@ -68,6 +69,7 @@ class Candidate:
 
     @property
     def step(self) -> float:
+        """Seconds of one denoising step."""
         return self.forwards * self.seconds.total + self.guidance
 
     def __str__(self) -> str:
@@ -84,6 +86,7 @@ class Dropped:
 
 
 def mesh_name(degrees: Mapping[str, int], rotate_method: str) -> str:
+    """`ring=2,ulysses=2 (p2p)`, or `one GPU`."""
     named = ",".join(f"{axis}={size}" for axis, size in degrees.items()) or "one GPU"
     return f"{named} ({rotate_method})" if degrees.get("ring", 1) > 1 else named
 
