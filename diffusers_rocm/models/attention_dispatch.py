@@ -95,8 +95,8 @@ class Kernel:
             return f"runs on {' and '.join(self.platforms)}, not on {platform.name}"
         if platform.name == "cuda" and platform.capability < self.capability:
             return f"needs compute capability {'.'.join(map(str, self.capability))}"
-        if self.source is not None and not _PACKAGES[self.source].find():
-            return f"{self.source} is not installed"
+        if self.source is not None and (reason := _PACKAGES[self.source].why_not()) is not None:
+            return f"{self.source} {reason}"
         if self.dtypes and dtype not in self.dtypes:
             return f"does not take {str(dtype).removeprefix('torch.')}"
         if head_size % self.head_multiple or head_size > self.head_limit:
@@ -241,20 +241,28 @@ class _Package:
         self.asked: dict[str, bool] = {}
 
     @functools.cached_property
-    def installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+    def _imported(self) -> tuple[Callable | None, str]:
+        """The package's own function, or None and why."""
+        if importlib.util.find_spec(self.module) is None:
+            return None, "is not installed"
+        try:
+            return importlib.import_module(self.module).flash_attn_func, ""
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, say
+            return None, f"cannot be imported ({' '.join(str(error).split())})"
 
-    def find(self) -> bool:
+    def why_not(self) -> str | None:
+        """Find the function; why there is none, or None."""
         if self.function is None:
-            if self.installed:
-                self.function = importlib.import_module(self.module).flash_attn_func
-            elif self.hub in {name.value for name in _HUB_KERNELS_REGISTRY}:
+            self.function, reason = self._imported
+            if self.function is None and self.hub in {name.value for name in _HUB_KERNELS_REGISTRY}:
                 # There after `set_attention_backend`.
                 self.function = _HUB_KERNELS_REGISTRY[AttentionBackendName(self.hub)].kernel_fn
-            names = inspect.signature(self.function).parameters if self.function is not None else {}
+            if self.function is None:
+                return reason
+            names = inspect.signature(self.function).parameters
             # FlashAttention's name for it, and AITER's; the first releases of FlashAttention 3 returned it unasked.
             self.asked = {name: True for name in ("return_attn_probs", "return_lse") if name in names}
-        return self.function is not None
+        return None
 
 
 _PACKAGES = {
