@@ -1,5 +1,6 @@
 """A whole picture or video, from its prompt, by mesh: the seconds of each stage, and what comes out."""
 
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -77,6 +78,9 @@ def _dtype(request: GenerationRequest, device: torch.device) -> str:
 
 def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.device) -> tuple[Run, Tensor]:
     stages, run = StagePeaks(device), Run(name)
+    gc.collect()  # the pipeline of the mesh before refers to itself through its hooks
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
     stages.begin("load")
     pipe, axes = load(request, device)
     pipe.set_progress_bar_config(disable=True)
