@@ -367,11 +367,9 @@ def preference(platform: Platform) -> tuple[str, ...]:
     return ("aiter", "flash_attn", "flash", "cudnn", "efficient", "flash_cpu", "math")
 
 
-def explain(
-    platform: Platform, dtype: torch.dtype, head_size: int, mask: bool, lse: bool = True
-) -> list[tuple[str, str | None]]:
+def explain(platform: Platform, dtype: torch.dtype, head_size: int, mask: bool) -> list[tuple[str, str | None]]:
     """Kernels in order of preference, each with the reason why it cannot be used, or None: the first None is taken."""
-    return [(name, KERNELS[name].why_not(platform, dtype, head_size, mask, lse)) for name in preference(platform)]
+    return [(name, KERNELS[name].why_not(platform, dtype, head_size, mask)) for name in preference(platform)]
 
 
 @torch.compiler.assume_constant_result  # nothing of it to trace, and nothing to guard
