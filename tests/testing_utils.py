@@ -2,6 +2,7 @@
 
 import atexit
 import io
+import math
 import os
 import signal
 import subprocess
@@ -40,7 +41,10 @@ def require_torch_multi_accelerator(test):
 
 
 def relative_l2(x: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
+    """Always a number: the largest of several errors would hide one that is none."""
+    error = ((x.double() - reference.double()).norm() / reference.double().norm()).item()
+    assert not math.isnan(error), "NaN on one side, or a reference of zeros"
+    return error
 
 
 def message_of(function: Callable, *args: Any, **kwargs: Any) -> str:

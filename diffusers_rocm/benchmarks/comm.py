@@ -99,6 +99,7 @@ def measure_comm(request: StepRequest) -> list[Collective]:
 
 
 def comm_table(found: list[Collective]) -> str:
+    """One line for each kind and size, then their sum."""
     lines = [f"{'':12}{'MB a rank':>12}{'calls a step':>14}{'us each':>10}{'GB/s':>8}{'ms a step':>11}"]
     for each in found:
         size = f"{max(each.sent) / 1e6:.3f}"

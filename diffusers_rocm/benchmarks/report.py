@@ -69,6 +69,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def as_json(request: StepRequest, rows: Sequence[Row], environment: Mapping[str, Any], command: str) -> dict[str, Any]:
+    """All that was measured, milliseconds and bytes; None where there is no number."""
     measured = []
     for row, speedup in zip(rows, speedups(rows), strict=True):
         figures = {"ms": row.median, "speedup": speedup}

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from ..benchmarks.comm import comm_table, measure_comm
 from ..benchmarks.report import header
 from ..benchmarks.step import StepRequest, check_meshes
+from ..distributed import is_first_rank
 from ..distributed.root_cause import record
 from . import bench_step, env
-from .ranks import check_nodes
+from .ranks import check_nodes, on_ranks
 
 
 def add_parser(subparsers) -> None:
@@ -29,7 +30,7 @@ def check(args: argparse.Namespace) -> StepRequest:
 @record
 def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
     found = measure_comm(request)
-    if not bench_step.is_first():
+    if not is_first_rank():
         return 0
     environment = env.collect()
     heading = header(request, environment, check_meshes(request.meshes)).rsplit("\n", 1)[0]
@@ -46,4 +47,4 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    return bench_step.on_ranks(request.meshes, args, argv, lambda: measure(request, args, argv))
+    return on_ranks(check_meshes(request.meshes), args, argv, lambda: measure(request, args, argv))

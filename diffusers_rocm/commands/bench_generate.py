@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ..benchmarks.step import check_meshes, parse_mesh
 from ..benchmarks.whole_run import Run, measure_runs, runs_json, runs_table
+from ..distributed import is_first_rank
 from ..distributed.mesh import AXES
 from ..distributed.root_cause import record
 from ..pipelines.generation import GenerationRequest
 from . import bench_step, env, generate
-from .ranks import check_nodes
+from .ranks import check_nodes, on_ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def check(args: argparse.Namespace) -> RunsRequest:
         found = parse_mesh(mesh)
         for name in AXES:
             setattr(args, name, found.get(name, 1))
-        request = generate.check_request(args)
+        generate.check_request(args)
     for name in AXES:
         setattr(args, name, 1)
     args.dp = world
@@ -57,11 +58,11 @@ def check(args: argparse.Namespace) -> RunsRequest:
 @record
 def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
     def told(run: Run) -> None:
-        if bench_step.is_first():
+        if is_first_rank():
             print(f"{run.mesh}: {run.picture:.3f} s a picture", file=sys.stderr, flush=True)
 
     runs = measure_runs(request.picture, request.meshes, request.repeats, told)
-    if bench_step.is_first():
+    if is_first_rank():
         print(runs_table(runs), flush=True)
         if args.json is not None:
             command = bench_step.command_line(argv)
@@ -70,4 +71,4 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
 
 
 def run(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    return bench_step.on_ranks(request.meshes, args, argv, lambda: measure(request, args, argv))
+    return on_ranks(check_meshes(request.meshes), args, argv, lambda: measure(request, args, argv))

@@ -6,9 +6,8 @@ import math
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
-from ..distributed.launching import end_rank, launch, under_torchrun
+from ..distributed import is_first_rank
+from ..distributed.launching import under_torchrun
 from ..distributed.mesh import AXES
 from ..distributed.root_cause import record
 from ..pipelines.generation import GenerationRequest
@@ -16,7 +15,7 @@ from ..pipelines.memory import measure_memory, report
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
 from . import generate
 from .bench_step import check_json
-from .ranks import check_nodes, check_writable, launch_options
+from .ranks import check_nodes, check_writable, on_ranks
 
 
 def add_parser(subparsers) -> None:
@@ -50,20 +49,16 @@ def check(args: argparse.Namespace) -> GenerationRequest:
 
 
 @record
-def measure(request: GenerationRequest, file: Path | None) -> None:
+def measure(request: GenerationRequest, file: Path | None) -> int:
     measured = measure_memory(request)
     measured["request"]["model"] = Path(request.model).name
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         print(report(measured))
         if file is not None:
             file.write_text(json.dumps(measured, indent=1) + "\n")
+    return 0
 
 
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     world = math.prod(getattr(request, name) for name in AXES)
-    if world > 1 and not under_torchrun():
-        return launch(world, ["diffusers_rocm", *argv], **launch_options(args))
-    measure(request, args.json)
-    if under_torchrun():
-        end_rank()
-    return 0
+    return on_ranks(world, args, argv, lambda: measure(request, args.json))

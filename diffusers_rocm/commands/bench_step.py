@@ -5,22 +5,21 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-import torch.distributed as dist
 
 from ..benchmarks.known_models import KNOWN_MODELS
 from ..benchmarks.report import as_json, draw, header, table
 from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
-from ..distributed.launching import end_rank, launch, under_torchrun
+from ..distributed import is_first_rank
+from ..distributed.launching import under_torchrun
 from ..distributed.root_cause import record
 from . import env
 from .generate import on_gpus
-from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, launch_options
+from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, on_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,18 +147,14 @@ def command_line(argv: list[str]) -> str:
     return " ".join(["diffusers-rocm", *(word for index, word in enumerate(argv) if index not in files)])
 
 
-def is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 @record
 def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
     def told(row: Row) -> None:
-        if is_first():
+        if is_first_rank():
             print(f"{row.name}, {row.mode}: {row.note or f'{row.median:.2f} ms'}", file=sys.stderr, flush=True)
 
     rows = measure_step(request, told)
-    if is_first():
+    if is_first_rank():
         environment = env.collect()
         heading = header(request, environment, check_meshes(request.meshes))
         print(f"{heading}\n{table(rows)}", flush=True)
@@ -173,15 +168,4 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    return on_ranks(request.meshes, args, argv, lambda: measure(request, args, argv))
-
-
-def on_ranks(meshes: tuple[str, ...], args: argparse.Namespace, argv: list[str], work: Callable[[], int]) -> int:
-    """Do the work on as many ranks as the meshes have, starting them if they are not there. Returns the exit code."""
-    world = check_meshes(meshes)
-    if world > 1 and not under_torchrun():
-        return launch(world, ["diffusers_rocm", *argv], **launch_options(args))
-    code = work()
-    if under_torchrun() and code == 0:
-        end_rank()
-    return code
+    return on_ranks(check_meshes(request.meshes), args, argv, lambda: measure(request, args, argv))

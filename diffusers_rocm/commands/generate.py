@@ -128,6 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(args: argparse.Namespace) -> tuple[str, ...]:
+    """Those of the command line, then those of the file. Raises ValueError where there are none, or one is no text."""
     prompts = list(args.prompt)
     if args.prompts_file is not None:
         try:
@@ -155,8 +156,8 @@ def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
         seeds = tuple(int(seed) for seed in args.seed.split(","))
     except ValueError:
         raise ValueError(f"--seed takes a number, or some with commas between; got {args.seed!r}") from None
-    if not all(0 <= seed < 2**63 - args.num_images_per_prompt for seed in seeds):
-        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {args.seed}")
+    if not all(0 <= seed <= 2**63 - args.num_images_per_prompt for seed in seeds):
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, and so must those that follow it; got {args.seed}")
     if len(seeds) == 1:
         return tuple(range(seeds[0], seeds[0] + args.num_images_per_prompt))
     if args.num_images_per_prompt not in (1, len(seeds)):
@@ -178,6 +179,7 @@ def read_text_encoders(words: list[str], folder: ModelFolder) -> str | dict[str,
 
 
 def check_lora(lora: str) -> None:
+    """Raises ValueError where PEFT is missing, or it is neither here nor the id of a repository."""
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--lora needs PEFT: pip install peft")
     hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", lora) is not None
@@ -186,6 +188,7 @@ def check_lora(lora: str) -> None:
 
 
 def check_image(file: Path) -> None:
+    """Raises ValueError where it is no picture."""
     try:
         with Image.open(file) as image:
             image.verify()
@@ -194,6 +197,7 @@ def check_image(file: Path) -> None:
 
 
 def on_gpus(args: argparse.Namespace) -> bool:
+    """Are the ranks to be GPUs?"""
     return args.device == "cuda" or (args.device is None and default_device_type() != "cpu")
 
 

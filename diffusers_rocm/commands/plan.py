@@ -252,8 +252,7 @@ def _report(
         if machine.nodes > 1:
             words += [f"--nnodes {machine.nodes}", "--node-rank RANK", "--master-addr HOST"]
         words += ["--quantization " + args.dtype] * (args.dtype in QUANTIZATIONS) + ["--compile"] * (not args.eager)
-        model = request.subject.name if request.subject.name != args.model else args.model
-        lines.append(f"diffusers-rocm generate --model {model} {' '.join(words)} ...")
+        lines.append(f"diffusers-rocm generate --model {request.subject.name} {' '.join(words)} ...")
         lines.append("Meshes within some percent of each other are alike: these are predictions, of a step alone.")
     else:
         least = min((each for each in dropped if each.short_of), key=lambda each: each.short_of, default=None)

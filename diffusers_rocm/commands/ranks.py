@@ -5,14 +5,14 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..distributed.environment import LOG_LEVELS
-from ..distributed.launching import check_port, under_torchrun
+from ..distributed.launching import check_port, end_rank, launch, under_torchrun
 from ..distributed.nodes import Nodes
 from ..distributed.slurm import slurm_nodes, slurm_rank
 
@@ -135,3 +135,13 @@ def check_world(world: int, nodes: Nodes, on_gpus: bool) -> None:
 def launch_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `launch` is told."""
     return {"nodes": args.nodes, "log_dir": args.log_dir, "restarts": getattr(args, "restarts", 0)}
+
+
+def on_ranks(world: int, args: argparse.Namespace, argv: list[str], work: Callable[[], int]) -> int:
+    """Do the work on so many ranks, starting them if they are not there. Returns the exit code."""
+    if world > 1 and not under_torchrun():
+        return launch(world, ["diffusers_rocm", *argv], **launch_options(args))
+    code = work()
+    if under_torchrun() and code == 0:
+        end_rank()
+    return code

@@ -13,6 +13,11 @@ def name_ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
+def is_first_rank() -> bool:
+    """Is this the rank that speaks and writes for all: global rank 0, or the only one?"""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def default_device_type() -> str:
     """The device type that collectives of the default process group want: `"cpu"` under Gloo alone."""
     gloo_only = dist.is_initialized() and dist.get_backend() == "gloo"

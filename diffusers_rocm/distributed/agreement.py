@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def agree(what: str, values: Mapping[str, Any], axis: Axis) -> bool:
         ValueError: they are not the same; names what differs, the ranks and some of their values, on every rank.
     """
     tensors = {name: x.detach() for name, x in values.items() if isinstance(x, Tensor)}
-    others = {name: repr(x) for name, x in values.items() if not isinstance(x, Tensor)}
+    others = {name: _words_of(x) for name, x in values.items() if not isinstance(x, Tensor)}
     if len(all_gather_int64(_digest(tensors, others), axis).unique()) == 1:
         return True
     prints = fingerprints(tensors.values())
@@ -138,6 +139,11 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{name}.{index}")
     else:
         yield name, value
+
+
+def _words_of(x: Any) -> str:
+    """`repr`, without the place of an object (a cache of keys, say), which is another in each process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x))
 
 
 def _describe(x: Tensor, number: int) -> dict[str, Any]:

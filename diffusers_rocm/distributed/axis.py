@@ -43,6 +43,7 @@ class Axis:
 
     @classmethod
     def single(cls, name: str) -> "Axis":
+        """An axis of one rank: nothing is sent."""
         return cls(name, None, 0, 1, 0, torch.device("cpu"))
 
     @classmethod

@@ -17,6 +17,8 @@ from .axis import Axis
 
 
 AXES = ("dp", "cfg", "ring", "ulysses", "tp")
+# Those that some of them make together, of neighbours in this order.
+JOINED = {"context": AXES[2:4], "model": AXES[2:], "replica": AXES[1:], "world": AXES}
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,12 @@ class Axes:
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh | None) -> "Axes":
         """The axes of a mesh whose names are among `AXES`, in their order; without a mesh, each of one rank."""
-        joined = {"context": AXES[2:4], "model": AXES[2:], "replica": AXES[1:], "world": AXES}
-        members = {name: (name,) for name in AXES} | joined
+        members = {name: (name,) for name in AXES} | JOINED
         return cls(**{name: _axis(mesh, name, members[name]) for name in members})
 
     def sending(self, communication: str) -> "Axes":
         """These, with activations of a forward sent so."""
-        changed = {
-            name: replace(getattr(self, name), communication=communication) for name in ("ring", "ulysses", "tp")
-        }
+        changed = {name: replace(getattr(self, name), communication=communication) for name in JOINED["model"]}
         return replace(self, **changed)
 
     def __str__(self) -> str:

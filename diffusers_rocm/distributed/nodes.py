@@ -47,6 +47,7 @@ class Nodes:
 
     @property
     def endpoint(self) -> str:
+        """`host:port`, of an IPv6 address `[host]:port`."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 

@@ -91,11 +91,13 @@ def root_cause(error: ChildFailedError, folder: Path, first_rank: int = 0) -> Ca
             hint = " (out of host memory?)" if failure.exitcode == -signal.SIGKILL else ""
             return Cause(f"rank {rank} was killed by {name}{hint}")
         return Cause(f"rank {rank} failed with exit code {failure.exitcode}")
-    message = json.loads(errors[first].read_text())["message"]
-    message = message["message"] if isinstance(message, dict) else message
-    ended = [rank for rank, failure in sorted(error.failures.items()) if failure.exitcode == -signal.SIGTERM]
-    lost = _LOST.search(message) is not None
-    if ended and lost:
-        # Who lost a peer is not the cause. The launcher ends ranks by SIGTERM too, but only after a first failure.
+    # In the order in which they ended: the launcher ends ranks by SIGTERM too, but only after a first failure.
+    ended = [rank for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGTERM]
+    if first is not None:
+        message = json.loads(errors[first].read_text())["message"]
+        message = message["message"] if isinstance(message, dict) else message
+        lost = _LOST.search(message) is not None
+    if ended and (first is None or lost):
+        # Who lost a peer is not the cause.
         return Cause(f"rank {ended[0]} was killed by SIGTERM", is_own=False)
     return Cause(f"rank {first} failed: {message}", is_own=not lost)

@@ -90,6 +90,7 @@ class Shard:
             offset += length
 
     def local_shape(self, full_shape: torch.Size, rank: int, world: int) -> torch.Size:
+        """Of the rank's slice; only where a dim is cut."""
         shape = list(full_shape)
         shape[self.dim] = self.size(rank, world)
         return torch.Size(shape)

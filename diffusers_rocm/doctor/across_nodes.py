@@ -171,6 +171,7 @@ def _exchange(
 
 
 def channels(outcome: Outcome, device: str, nodes: Mapping[int, int], rdma: bool) -> Finding:
+    """What carries the collectives between nodes, and inside them."""
     if device == "cpu":
         return skipped("Gloo has no P2P and no channels")
     if outcome.failure:

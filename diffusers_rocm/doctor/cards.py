@@ -23,6 +23,7 @@ INTEGRATED = (
 
 
 def torch_build(machine: Machine) -> Finding:
+    """Is this torch built for the cards that there are, and does it see them?"""
     torch = machine.torch
     kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
     seen = f"torch {torch.version} ({kind}), {len(torch.devices)} GPU(s) to it"
@@ -145,6 +146,7 @@ def miopen_find_mode(machine: Machine) -> Finding:
 
 
 def permissions(machine: Machine) -> Finding:
+    """May this user open the compute driver and the cards?"""
     render = [f"/dev/dri/{name}" for name in machine.listed("/dev/dri") if name.startswith("renderD")]
     if not machine.path("/dev/kfd").exists() or not render:
         gone = "/dev/kfd" if not machine.path("/dev/kfd").exists() else "/dev/dri/renderD*"

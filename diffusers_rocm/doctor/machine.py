@@ -36,6 +36,7 @@ def run_tool(command: Sequence[str]) -> str | None:
 
 
 def addressed_interfaces() -> list[str]:
+    """Network interfaces that are up and have an address."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     families = (socket.AF_INET, socket.AF_INET6)
     with_one = (

@@ -66,6 +66,7 @@ def run_probes(
 
 
 def copies(outcome: Outcome, device: str) -> Finding:
+    """Do contents arrive whole between each two devices, and how fast (GB/s)?"""
     rows, fix = outcome.results.get(0, []), MEMORY if device == "cpu" else P2P_OFF
     bad = [row for row in rows if row["wrong"]]
     if bad:
@@ -118,6 +119,7 @@ def wrong(outcome: Outcome) -> list[str]:
 
 
 def collectives(outcome: Outcome, world: int, device: str) -> Finding:
+    """Do all collectives end, with the right contents on every rank?"""
     library = parse(outcome.log).library
     if bad := wrong(outcome):
         return problem(f"wrong contents: {', '.join(bad[:4])}", MEMORY if device == "cpu" else P2P_OFF)
@@ -145,6 +147,7 @@ def _speeds(outcome: Outcome) -> dict[str, float]:
 
 
 def bandwidth(outcome: Outcome, device: str) -> Finding:
+    """Bus GB/s of each collective and size, of the slowest rank."""
     speeds = _speeds(outcome)
     if not speeds:
         return skipped("no collective worked")
@@ -215,6 +218,7 @@ def _without(kernel: str) -> str:
 
 
 def kernel(name: str, result: Mapping[str, Any]) -> Finding:
+    """Is what an attention kernel answers within its limits of the definition?"""
     if "why_not" in result:
         return skipped(result["why_not"])
     errors, wrong, shapes = [], [], []

@@ -79,6 +79,7 @@ def switched_off(environment: Mapping[str, str]) -> set[str]:
 
 
 def socket_interfaces(machine: Machine) -> Finding:
+    """Does what NCCL is told of interfaces leave one that works?"""
     value, names = machine.environment.get("NCCL_SOCKET_IFNAME"), machine.interfaces
     if not value or not names:
         return skipped("NCCL_SOCKET_IFNAME is not set" if not value else "interfaces are not readable")
@@ -116,6 +117,7 @@ def _best(machine: Machine) -> str:
 
 
 def rdma_names(machine: Machine) -> Finding:
+    """Does what NCCL is told of RDMA devices leave one that is there?"""
     value, names = machine.environment.get("NCCL_IB_HCA"), machine.rdma_ports or machine.rdma_devices
     if not value:
         return skipped("NCCL_IB_HCA is not set")

@@ -65,6 +65,7 @@ class Pending(Tensor):
 
     @staticmethod
     def of(x: Tensor, turns: _Turns) -> "Pending":
+        """`x`, of the same memory, which is filled when its turns are over."""
         pending = x.as_subclass(Pending)
         pending.turns = turns
         return pending
@@ -164,18 +165,17 @@ class GuidanceParallel(AroundCall):
         start, stop = Block(batch, 1).bounds(self._axis.rank, self._axis.size)
         kind, expected = _kind(args, kwargs) if self.check else "", None
         is_new = self.check and kind not in self._split_before
-        if is_new and not any(map(may_be_cached, self._module.modules())):
-            again = tree_map(lambda x: x, (args, kwargs))  # HunyuanDiT empties a list that it is given
-            expected = tree_leaves(call(*again[0], **again[1]))
         take = functools.partial(_rows, batch=batch, start=start, stop=stop, in_list=in_list)
         try:
-            args = tuple(take(x, "") for x in args)
-            kwargs = {name: take(x, name) for name, x in kwargs.items()}
+            own = tuple(take(x, "") for x in args), {name: take(x, name) for name, x in kwargs.items()}
         except _NoRows as error:
             raise self._unshared(str(error)) from None
-        together = fail_together(f"run {self._name} on a part of its rows", self._axis) if is_new else nullcontext()
+        together = fail_together(f"run {self._name} on its rows", self._axis) if is_new else nullcontext()
         with together:
-            leaves, structure = self._answers(call, args, kwargs, stop - start)
+            if is_new and not any(map(may_be_cached, self._module.modules())):
+                again = tree_map(lambda x: x, (args, kwargs))  # HunyuanDiT empties a list that it is given
+                expected = tree_leaves(call(*again[0], **again[1]))
+            leaves, structure = self._answers(call, *own, stop - start)
         sizes = (stop - start,) * self._axis.size
         for index, x in enumerate(leaves):
             if isinstance(x, Tensor):

@@ -114,7 +114,42 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     Raises:
         ValueError: the plan does not fit the model, or some attention would not be seen. Nothing is changed then.
     """
-    plan, name = split.plan, split.name
+    plan = split.plan
+    found, parallel = _fitting(model, plan, split.name)
+    hooks: list[Any] = [_begin(model, split), SplitCheckpoints(model, split)]
+    for rule, modules in found.items():
+        for path, module in modules:
+            hooks += _module_hooks(module, path or split.name, plan.modules[rule], split)
+    alone = {path: stream for _, stream, modules in match(model, plan.alone) for path, _ in modules}
+    idle = {path: argument for _, argument, modules in match(model, plan.idle) for path, _ in modules}
+    asking = {path for _, _, modules in match(model, dict.fromkeys(plan.main_asks)) for path, _ in modules}
+    for path, module in parallel:
+        hooks += _must_reach(module, path, split, alone.get(path), path in asking, idle.get(path))
+    for _, (argument, names), modules in match(model, plan.kept):
+        hooks += [hook for path, module in modules for hook in _gather_kept(module, path, argument, names, split)]
+    for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
+        hooks += [layer.register_forward_hook(_says(split, "keys_are_whole", True)) for _, layer in layers]
+    for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
+        for _, layer in layers:
+            hooks += [layer.register_forward_pre_hook(_says(split, "queries_are_whole", True))]
+            hooks += [layer.register_forward_hook(_says(split, "queries_are_whole", False))]
+    hooks.append(model.register_forward_hook(_end(split)))
+    processors = {id(module.processor): module.processor for _, module in parallel}
+    # `set_attn_processor(one)` gives it to all modules, those that are left alone as well.
+    left_alone = [module for _, _, found in match(model, dict.fromkeys(plan.whole)) for _, module in found]
+    shared = [module for module in left_alone if id(getattr(module, "processor", None)) in processors]
+    hooks += [module.register_forward_pre_hook(_says(split, "keys_are_whole", True)) for module in shared]
+    return hooks + [SplitProcessor(processor, split) for processor in processors.values()]
+
+
+def _fitting(
+    model: nn.Module, plan: ContextParallelPlan, name: str
+) -> tuple[dict[str, list[tuple[str, nn.Module]]], list[tuple[str, nn.Module]]]:
+    """The modules of each rule of the plan, and the attention modules that see split sequences, with their paths.
+
+    Raises:
+        ValueError: the plan does not fit the model, or some attention would not be seen.
+    """
     for path, reason, modules in match(model, plan.impossible):
         if modules:
             raise ValueError(f"a {name} with {path} cannot be split: {reason}")
@@ -146,31 +181,7 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
             f"{name}: {path} ({type(module).__name__}) has no processor, so its attention would be over one rank's "
             "tokens only; give it one, or name it in the `whole` of a ContextParallelPlan if it sees no split sequence"
         )
-
-    hooks: list[Any] = [_begin(model, split), SplitCheckpoints(model, split)]
-    for rule, modules in found.items():
-        for path, module in modules:
-            hooks += _module_hooks(module, path or name, plan.modules[rule], split)
-    alone = {path: stream for _, stream, modules in match(model, plan.alone) for path, _ in modules}
-    idle = {path: argument for _, argument, modules in match(model, plan.idle) for path, _ in modules}
-    asking = {path for _, _, modules in match(model, dict.fromkeys(plan.main_asks)) for path, _ in modules}
-    for path, module in parallel:
-        hooks += _must_reach(module, path, split, alone.get(path), path in asking, idle.get(path))
-    for _, (argument, names), modules in match(model, plan.kept):
-        hooks += [hook for path, module in modules for hook in _gather_kept(module, path, argument, names, split)]
-    for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
-        hooks += [layer.register_forward_hook(_says(split, "keys_are_whole", True)) for _, layer in layers]
-    for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
-        for _, layer in layers:
-            hooks += [layer.register_forward_pre_hook(_says(split, "queries_are_whole", True))]
-            hooks += [layer.register_forward_hook(_says(split, "queries_are_whole", False))]
-    hooks.append(model.register_forward_hook(_end(split)))
-    processors = {id(module.processor): module.processor for _, module in parallel}
-    # `set_attn_processor(one)` gives it to all modules, those that are left alone as well.
-    left_alone = [module for _, _, found in match(model, dict.fromkeys(plan.whole)) for _, module in found]
-    shared = [module for module in left_alone if id(getattr(module, "processor", None)) in processors]
-    hooks += [module.register_forward_pre_hook(_says(split, "keys_are_whole", True)) for module in shared]
-    return hooks + [SplitProcessor(processor, split) for processor in processors.values()]
+    return found, parallel
 
 
 def _begin(model: nn.Module, split: SequenceSplit) -> RemovableHandle:

@@ -125,5 +125,6 @@ def _on_disk_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_on_disk(model: nn.Module) -> bool:
+    """Are its weights read anew for each use?"""
     hook = getattr(model, "_hf_hook", None)
     return isinstance(hook, DiskOffload) and hook.gives_up

@@ -72,6 +72,7 @@ class SequenceSplit:
         return Layout(streams, self.ring, self.ulysses)
 
     def by_tokens(self, value: Any, how: ByTokens) -> Any:
+        """`value` as it goes with this rank's tokens of the main stream."""
         total = self.lengths[self.plan.main]
         ((start, stop),) = self.layout_of(total).runs(self.cp.rank)
         return how.function(value, total, start, stop)
@@ -252,6 +253,7 @@ class SplitProcessor:
             self._processor.__class__ = _diverted_class(self._cls)
 
     def pause(self) -> None:
+        """Be as it was, until `resume()`."""
         if self._in_dispatch:
             self._processor._parallel_config = self._before
         else:

@@ -78,6 +78,7 @@ class StepGraph(AroundCall):
         _graphs.add(self)
 
     def forget(self) -> None:
+        """Let the graphs go, and the memory that they hold."""
         self._kinds: list[_Kind] = []
         self._fixed: list[tuple[dict, str, Any, int | None]] = []
         self._pool = None

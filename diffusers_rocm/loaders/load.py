@@ -118,6 +118,7 @@ def _load_sharded(
 
 
 def cannot_cut(method: str, name: str) -> ValueError:
+    """The error where a model over ranks is to have weights that were quantised by this method."""
     return ValueError(
         f"weights of {method} cannot be cut: for a {name} over ranks, load the unquantised checkpoint with torchao's "
         "quantisation, TorchAoConfig(Int8WeightOnlyConfig()), say"

@@ -229,6 +229,8 @@ def wrap_save_lora_adapter(original: Callable) -> Callable:
 
 
 def wrap_fuse_lora(original: Callable) -> Callable:
+    """Each rank merges its slices, which needs no other, but all of them do or none."""
+
     @functools.wraps(original)
     def fuse_lora(self, *args, **kwargs):
         world = _world(self)
@@ -247,6 +249,8 @@ def wrap_fuse_lora(original: Callable) -> Callable:
 
 
 def wrap_unload_lora(original: Callable) -> Callable:
+    """The hooks of a split model outlive the layers that PEFT takes off."""
+
     @functools.wraps(original)
     def unload_lora(self):
         with _hooks_stay_at_their_paths(self):

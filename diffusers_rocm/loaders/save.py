@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,11 +57,12 @@ def _header(entries: list[_Entry]) -> bytes:
 
 
 class _Folder:
-    """The files that one rank writes. The first OSError is kept and ends the writing, but not the gathering: every
+    """The files that one rank writes. The first error is kept and ends the writing, but not the gathering: every
     rank is needed for that, so a full disk must not leave the others waiting."""
 
     def __init__(self, path: Path, active: bool):
-        self.path, self.active, self.error = path, active, None
+        self.path, self.active = path, active
+        self.error: Exception | None = None
         self._file: BinaryIO | None = None
         self._written: list[Path] = []
 
@@ -68,7 +70,7 @@ class _Folder:
         if self.active and self.error is None:
             try:
                 action()
-            except OSError as error:
+            except Exception as error:
                 self.error = error
 
     def prepare(self, model: nn.Module) -> None:
@@ -105,7 +107,8 @@ class _Folder:
         self._attempt(action)
         if self.error is not None:
             if self._file is not None:
-                self._file.close()
+                with suppress(OSError):  # once more, of what is left in its buffer
+                    self._file.close()
             for file in self._written:
                 self._partial(file).unlink(missing_ok=True)
 
@@ -129,19 +132,18 @@ def save_checkpoint(
 
     Raises:
         ValueError: options that a sharded model cannot be saved with.
-        OSError: rank 0 could not write; raised on every rank. An earlier checkpoint in the folder is then untouched.
+        OSError: rank 0 could not write; raised on every rank, the reason on rank 0. An earlier checkpoint in the
+            folder is then untouched.
     """
     if not safe_serialization or save_function is not None or push_to_hub or use_flashpack:
         raise ValueError(
             "a parallel model is saved as safetensors in a local folder: save_function, safe_serialization=False, "
             "push_to_hub and use_flashpack are not supported; call disable_parallelism() first to use them"
         )
-    axes = model.parallelism.axes
     folder = _Folder(Path(save_directory), active=dist.get_rank() == 0)
-    # Groups along the other axes hold the same weights and have nothing to do.
-    if axes.tp.first == 0:
-        _save(model, folder, variant, max_shard_size)
-    failed = torch.tensor([folder.error is not None], dtype=torch.int32, device=axes.world.device)
+    _save(model, folder, variant, max_shard_size)
+    device = model.parallelism.axes.world.device
+    failed = torch.tensor([folder.error is not None], dtype=torch.int32, device=device)
     dist.broadcast(failed, src=0)
     if folder.error is not None:
         raise folder.error
@@ -158,12 +160,16 @@ def _save(model: nn.Module, folder: _Folder, variant: str | None, max_shard_size
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
+    # On every rank, before they part: what cannot be written is an error on all of them.
+    headers = {file: _header([entries[name] for name in names]) for file, names in split.filename_to_tensors.items()}
+    # Groups along the other axes hold the same weights and have nothing to do.
+    if model.parallelism.axes.tp.first != 0:
+        return
     folder.prepare(model)
-    for filename, names in split.filename_to_tensors.items():
-        chosen = [entries[name] for name in names]
-        folder.begin(filename, _header(chosen))
-        for entry in chosen:
-            folder.write(entry.get(assemble=folder.active))
+    for filename, header in headers.items():
+        folder.begin(filename, header)
+        for name in split.filename_to_tensors[filename]:
+            folder.write(entries[name].get(assemble=folder.active))
         folder.end()
     index = None
     if split.is_sharded:

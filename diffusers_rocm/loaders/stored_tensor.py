@@ -83,6 +83,7 @@ class StoredTensor(Tensor):
         return func(*args, **kwargs)
 
     def load(self) -> Tensor:
+        """All of it, on the CPU."""
         whole = torch.empty(self.shape, dtype=self.dtype)
         self.read(whole, 0, [(0, self.shape[0] if self.shape else 0)])
         return whole

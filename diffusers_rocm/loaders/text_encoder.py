@@ -27,6 +27,11 @@ def shard_text_encoder(model: PreTrainedModel, tp: Axis) -> None:
 
 
 def placements_of(model: PreTrainedModel, world: int) -> list[Placement]:
+    """What becomes of which modules over `world` ranks; reads shapes only, and changes nothing.
+
+    Raises:
+        ValueError: as `shard_text_encoder`.
+    """
     name = type(model).__name__
     if name not in TEXT_ENCODER_PLANS:
         raise ValueError(f"no plan shards the text encoder {name}, only {', '.join(TEXT_ENCODER_PLANS)}")

@@ -95,8 +95,8 @@ class Kernel:
             return f"runs on {' and '.join(self.platforms)}, not on {platform.name}"
         if platform.name == "cuda" and platform.capability < self.capability:
             return f"needs compute capability {'.'.join(map(str, self.capability))}"
-        if self.source is not None and not _PACKAGES[self.source].find():
-            return f"{self.source} is not installed"
+        if self.source is not None and (reason := _PACKAGES[self.source].why_not()) is not None:
+            return f"{self.source} {reason}"
         if self.dtypes and dtype not in self.dtypes:
             return f"does not take {str(dtype).removeprefix('torch.')}"
         if head_size % self.head_multiple or head_size > self.head_limit:
@@ -134,6 +134,7 @@ class Kernel:
 
 
 def needs_grad(*tensors: Tensor) -> bool:
+    """Will somebody ask for the gradients of any of them?"""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -240,20 +241,28 @@ class _Package:
         self.asked: dict[str, bool] = {}
 
     @functools.cached_property
-    def installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+    def _imported(self) -> tuple[Callable | None, str]:
+        """The package's own function, or None and why."""
+        if importlib.util.find_spec(self.module) is None:
+            return None, "is not installed"
+        try:
+            return importlib.import_module(self.module).flash_attn_func, ""
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, say
+            return None, f"cannot be imported ({' '.join(str(error).split())})"
 
-    def find(self) -> bool:
+    def why_not(self) -> str | None:
+        """Find the function; why there is none, or None."""
         if self.function is None:
-            if self.installed:
-                self.function = importlib.import_module(self.module).flash_attn_func
-            elif self.hub in {name.value for name in _HUB_KERNELS_REGISTRY}:
+            self.function, reason = self._imported
+            if self.function is None and self.hub in {name.value for name in _HUB_KERNELS_REGISTRY}:
                 # There after `set_attention_backend`.
                 self.function = _HUB_KERNELS_REGISTRY[AttentionBackendName(self.hub)].kernel_fn
-            names = inspect.signature(self.function).parameters if self.function is not None else {}
+            if self.function is None:
+                return reason
+            names = inspect.signature(self.function).parameters
             # FlashAttention's name for it, and AITER's; the first releases of FlashAttention 3 returned it unasked.
             self.asked = {name: True for name in ("return_attn_probs", "return_lse") if name in names}
-        return self.function is not None
+        return None
 
 
 _PACKAGES = {
@@ -358,11 +367,9 @@ def preference(platform: Platform) -> tuple[str, ...]:
     return ("aiter", "flash_attn", "flash", "cudnn", "efficient", "flash_cpu", "math")
 
 
-def explain(
-    platform: Platform, dtype: torch.dtype, head_size: int, mask: bool, lse: bool = True
-) -> list[tuple[str, str | None]]:
+def explain(platform: Platform, dtype: torch.dtype, head_size: int, mask: bool) -> list[tuple[str, str | None]]:
     """Kernels in order of preference, each with the reason why it cannot be used, or None: the first None is taken."""
-    return [(name, KERNELS[name].why_not(platform, dtype, head_size, mask, lse)) for name in preference(platform)]
+    return [(name, KERNELS[name].why_not(platform, dtype, head_size, mask)) for name in preference(platform)]
 
 
 @torch.compiler.assume_constant_result  # nothing of it to trace, and nothing to guard

@@ -245,6 +245,8 @@ def check_can_be_saved(model: nn.Module) -> None:
 
 
 def wrap_save_pretrained(original: Callable) -> Callable:
+    """A parallel model is written as the full checkpoint; all ranks call it."""
+
     @functools.wraps(original)
     def save_pretrained(self, save_directory, *args, **kwargs):
         parallelism = getattr(self, "parallelism", None)
@@ -301,6 +303,7 @@ def wrap_from_pretrained(original: classmethod) -> classmethod:
 
 
 def wrap_fuse_projections(original: Callable) -> Callable:
+    """A fused projection of local slices is one of a sharded attention."""
     fusions = {
         "to_qkv": ("to_q", "to_k", "to_v"),
         "to_kv": ("to_k", "to_v"),
@@ -321,6 +324,8 @@ def wrap_fuse_projections(original: Callable) -> Callable:
 
 
 def wrap_load_ip_adapter_weights(original: Callable) -> Callable:
+    """The processors of an IP-Adapter come whole, and are cut as the plan says."""
+
     @functools.wraps(original)
     def _load_ip_adapter_weights(self, *args, **kwargs):
         result = original(self, *args, **kwargs)

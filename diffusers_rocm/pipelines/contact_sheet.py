@@ -7,8 +7,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 
-def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path, columns: int = 4) -> None:
-    """Write a PNG of all pictures, enlarged to be seen where they are tiny."""
+def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: Path) -> None:
+    """Write a PNG of all pictures, at most four in a row, enlarged to be seen where they are tiny."""
     font = ImageFont.load_default(size=14)
     scale = max(1, 192 // max(image.width for image in images))
     width = max(image.width for image in images) * scale
@@ -16,7 +16,7 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], path: 
     margin, line = 12, 18
     wrapped = [textwrap.wrap(caption, max(10, width // 8)) for caption in captions]
     cell = (width + margin, height + margin + line * max(map(len, wrapped)))
-    columns = min(columns, len(images))
+    columns = min(4, len(images))
     rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * cell[0] + margin, rows * cell[1] + margin), "white")
     draw = ImageDraw.Draw(sheet)

@@ -64,7 +64,7 @@ def spread(call: Callable[..., Any], pipe: DiffusionPipeline, arguments: Mapping
     for name, value in arguments.items():
         if name == "latents" and value is not None:
             local[name] = value[mine]
-        elif name == "generator" and isinstance(value, (list, tuple)):
+        elif name == "generator" and isinstance(value, list):
             if len(value) != total or len({id(each) for each in value}) != total:
                 raise ValueError(f"{len(value)} generators for {total} pictures; give one, or one of its own for each")
             if pictures and len({each.get_state().numpy().tobytes() for each in value}) > 1:

@@ -34,7 +34,8 @@ def answer_of_first_rank(what: str, call: Callable[..., Any], args: tuple, kwarg
             text = json.dumps(_take_apart(answer, tensors))
     described = json.loads(all_gather_text(text, axis)[0])
     if axis.rank > 0:
-        device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = (x.device for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        device = next(given, axis.device)  # of a call without tensors too: the first rank is about to send
         _collect(described, tensors, device)
     tensors = [broadcast_from_first(x, axis) for x in tensors]
     return answer if axis.rank == 0 else _put_together(described, tensors)

@@ -14,7 +14,6 @@ from typing import Any
 
 import diffusers
 import torch
-import torch.distributed as dist
 import transformers
 from diffusers import DiffusionPipeline
 from diffusers.utils import BaseOutput
@@ -22,7 +21,7 @@ from PIL import Image
 from torch import nn
 
 from .. import __version__
-from ..distributed import init
+from ..distributed import init, is_first_rank
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.compression import EXACT
@@ -188,6 +187,7 @@ def peak_memory(world: Axis, device: torch.device) -> list[int]:
 
 
 def versions() -> dict[str, str]:
+    """Of what a picture depends on."""
     return {
         "diffusers_rocm": __version__,
         "diffusers": diffusers.__version__,
@@ -207,7 +207,7 @@ def generate(request: GenerationRequest) -> list[Path]:
     """
     started, begun = time.perf_counter(), float(os.environ.get("DIFFUSERS_ROCM_STARTED", time.time()))
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first_rank()
     if not first:
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
@@ -249,20 +249,10 @@ def generate(request: GenerationRequest) -> list[Path]:
             continue
         for index, made in zip(turn, _outputs(result), strict=True):
             prompt, seed = wanted[index]
-            frame = made[0] if isinstance(made, list) else made
             record = {
                 "prompt": prompt,
                 "seed": seed,
-                "config": {
-                    **{key: value for key, value in asdict(request).items() if key not in NOT_OF_ONE_PICTURE},
-                    "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
-                    "device": device.type,
-                    "pipeline": type(pipe).__name__,
-                    "height": frame.height,
-                    "width": frame.width,
-                    "num_frames": len(made) if isinstance(made, list) else None,
-                    "arguments": {key: value for key, value in arguments.items() if key != "image"},
-                },
+                "config": _config(request, arguments, pipe, device, made),
                 "mesh": {name: getattr(axes, name).size for name in AXES},
                 "text_encoders": pipe.text_encoder_modes,
                 "step_seconds": [round(step, 5) for step in timer.steps[done:]],
@@ -272,7 +262,7 @@ def generate(request: GenerationRequest) -> list[Path]:
                 "versions": versions(),
             }
             files[index] = write(made, record, stems[index], request.fps)
-            frames[index] = frame
+            frames[index] = _first_frame(made)
 
     compare_paces(steady, device, axes.world)
     if first:
@@ -293,7 +283,32 @@ def generate(request: GenerationRequest) -> list[Path]:
 
 
 # What the records leave out of the request.
-NOT_OF_ONE_PICTURE = ("prompts", "seeds", "num_images_per_prompt", "out", "contact_sheet", *AXES)
+_NOT_OF_ONE_PICTURE = ("prompts", "seeds", "num_images_per_prompt", "out", "contact_sheet", *AXES)
+
+
+def _config(
+    request: GenerationRequest,
+    arguments: dict[str, Any],
+    pipe: DiffusionPipeline,
+    device: torch.device,
+    made: Image.Image | list[Image.Image],
+) -> dict[str, Any]:
+    """What a picture or a video was asked for, and what was left to the pipeline as it came out."""
+    frame = _first_frame(made)
+    return {
+        **{key: value for key, value in asdict(request).items() if key not in _NOT_OF_ONE_PICTURE},
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        "device": device.type,
+        "pipeline": type(pipe).__name__,
+        "height": frame.height,
+        "width": frame.width,
+        "num_frames": len(made) if isinstance(made, list) else None,
+        "arguments": {key: value for key, value in arguments.items() if key != "image"},
+    }
+
+
+def _first_frame(made: Image.Image | list[Image.Image]) -> Image.Image:
+    return made[0] if isinstance(made, list) else made
 
 
 def _outputs(result: BaseOutput) -> list:

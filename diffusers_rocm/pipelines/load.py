@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..distributed import init
 from ..distributed.agreement import agree, fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
+from ..distributed.mesh import Axes
 from ..hooks.disk_offload import DiskOffload, Turn
 from ..loaders.load import sharded_loading
 from ..loaders.text_encoder import load_sharded_text_encoder
@@ -83,53 +85,40 @@ def load_pipeline(
         ValueError: what `parallelize` or the loading of a component cannot have; another component to be quantised.
         RuntimeError: another rank failed.
     """
-    if graph and offload == "disk":
-        raise ValueError("graph=True records where weights are, and offload='disk' reads them anew: use 'model'")
     check_place(parallel_config, device)
     here, variant = init(device), kwargs.get("variant")
     axes = parallel_config.axes()
     choices = {"text_encoders": text_encoders, "vae": vae, "rank_check": rank_check, "offload": offload}
-    choices |= {"dtype": torch_dtype, "variant": variant}
+    choices |= {"graph": graph, "dtype": torch_dtype, "variant": variant}
     choices["pipeline"] = getattr(pipeline, "__name__", type(pipeline).__name__)
     choices |= {name: type(each).__name__ for name, each in kwargs.items() if name not in PASSED_ON}
     agree("arguments of load_pipeline()", choices, axes.world)
     check_kinds(torch_dtype, text_encoders, quantization_config, pipeline)
     check_choices(vae=vae, rank_check=rank_check, offload=offload)
+    if graph and offload == "disk":
+        raise ValueError("graph=True records where weights are, and offload='disk' reads them anew: use 'model'")
     with fail_together("find the pipeline", axes.world):
         folder = _local(model, kwargs)
-        index = read_json(folder / "model_index.json")
-        entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
-        check_known(model, entries, kwargs)
-        ours = list(inspect.signature(load_pipeline).parameters)
-        check_names(model, pipeline, index.get("_class_name"), kwargs, ours)
-        _check_complete(folder, entries, kwargs)
+        entries = _entries(model, folder, pipeline, kwargs)
     encoders = {
         name: getattr(transformers, cls)
         for name, (library, cls) in entries.items()
         if library == "transformers" and name.startswith("text_encoder") and name not in kwargs
     }
-    if isinstance(text_encoders, str):
-        text_encoders = dict.fromkeys(encoders, text_encoders)
-    for mode in text_encoders.values():
-        check_choices(text_encoders=mode)
-    unknown = [name for name in text_encoders if name not in encoders]
-    if unknown:
-        raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
+    asked = _asked_modes(model, text_encoders, encoders)
     models = {
-        name: cls
+        name: getattr(diffusers, cls)
         for name, (library, cls) in entries.items()
         if library == "diffusers" and name not in kwargs and issubclass(getattr(diffusers, cls), ModelMixin)
     }
     denoisers = {name: cls for name, cls in models.items() if name in DENOISERS}
     quantized = quantized_by(quantization_config, entries, denoisers, kwargs)
-    modes = {}
     # What this rank will load: of the encoders that come later the smallest part that it may get.
     parted = dict.fromkeys(denoisers, axes.tp.size) | dict.fromkeys(encoders, axes.replica.size)
     with fail_together("find the weights", axes.world):
         beside = {
             name: sum(file.stat().st_size for file in checkpoint_files(folder / name, variant)) // parted.get(name, 1)
             for name in (*models, *encoders)
-            if name not in kwargs
         }
     if offload == "auto":
         offload = _past_the_host(sum(beside.values()), here, axes.world)
@@ -137,29 +126,8 @@ def load_pipeline(
             offload = "model"
         if offload == "disk":
             logger.warning(f"the weights of {model} wait on disk: this host has no room for those of all its ranks")
-    on_disk: dict[str, DiskOffload] = {}
-
-    def read_encoder(name: str) -> PreTrainedModel:
-        cls = encoders[name]
-        if modes[name] == "shard":
-            return load_sharded_text_encoder(cls, folder / name, axes.replica, torch_dtype, variant)
-        together = axes.replica if modes[name] == "replicate" else Axis.single("the first rank")
-        with fail_together(f"read the {cls.__name__}", together):
-            return load_whole(cls, folder / name, torch_dtype, variant)
-
-    def read_denoiser(name: str) -> ModelMixin:
-        how = {DTYPE_ARGUMENT: torch_dtype}
-        if name in quantized or offload == "disk":
-            how["device_map"] = {"": here}
-        if name in quantized:
-            how["quantization_config"] = quantized[name]
-        with fail_together(f"read the {denoisers[name]}", axes.replica), sharded_loading(axes.tp):
-            return getattr(diffusers, denoisers[name]).from_pretrained(
-                folder, subfolder=name, variant=variant_in(folder / name, variant), use_safetensors=True, **how
-            )
-
-    def read_model(name: str) -> ModelMixin:
-        return load_whole(getattr(diffusers, models[name]), folder / name, torch_dtype, variant)
+    reader = _Reader(folder, variant, torch_dtype, here, axes, quantized, offload == "disk")
+    modes, on_disk = {}, {}
 
     def keep(name: str, component: nn.Module, read: Callable[[], nn.Module]) -> None:
         kwargs[name] = component
@@ -173,40 +141,110 @@ def load_pipeline(
             component.to(here)
 
     for name, cls in encoders.items():
-        if name not in kwargs:
-            mode = text_encoders.get(name, "auto")
-            del beside[name]
-            others = 0 if offload == "disk" else sum(beside.values())
-            encoder, modes[name] = load_text_encoder(
-                cls, folder / name, mode, axes.replica, here, torch_dtype, variant, others
-            )
-            keep(name, encoder, functools.partial(read_encoder, name))
-            if mode == "auto" and axes.replica.size > 1:
-                why = "" if modes[name] == "replicate" else ", as there is no room for a whole one on each rank"
-                log = logger.warning if why and axes.world.rank == 0 else logger.info  # which diffusers hides
-                log(f"text_encoders='auto': {name} ({cls.__name__}) is {modes[name]!r}{why}")
+        mode = asked.get(name, "auto")
+        del beside[name]
+        others = 0 if offload == "disk" else sum(beside.values())
+        encoder, modes[name] = load_text_encoder(
+            cls, folder / name, mode, axes.replica, here, torch_dtype, variant, others
+        )
+        keep(name, encoder, functools.partial(reader.encoder, name, cls, modes[name]))
+        if mode == "auto" and axes.replica.size > 1:
+            why = "" if modes[name] == "replicate" else ", as there is no room for a whole one on each rank"
+            log = logger.warning if why and axes.world.rank == 0 else logger.info  # which diffusers hides
+            log(f"text_encoders='auto': {name} ({cls.__name__}) is {modes[name]!r}{why}")
     for name, cls in models.items():
-        if name not in kwargs:
-            read = functools.partial(read_denoiser if name in denoisers else read_model, name)
-            with fail_together(f"load the {cls}", axes.world):
-                component = read()
-            keep(name, component, read)
+        read = functools.partial(reader.denoiser if name in denoisers else reader.model, name, cls)
+        with fail_together(f"load the {cls.__name__}", axes.world):
+            component = read()
+        keep(name, component, read)
     with fail_together("load the rest of the pipeline", axes.world):
         pipe = pipeline.from_pretrained(folder, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
     parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae, graph=graph)
-    if offload == "auto" and here.type != "cpu":
-        half = torch.get_device_module(here).mem_get_info(here)[1] / 2
+    _place(pipe, offload, on_disk, here)
+    return pipe
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the models of a pipeline's folder: once, or for each use where they wait on disk.
+
+    Attributes:
+        quantized: denoiser -> what it is quantised by, on the device.
+        on_disk: whether models wait there; denoisers are then read onto the device.
+    """
+
+    folder: Path
+    variant: str | None
+    dtype: torch.dtype
+    device: torch.device
+    axes: Axes
+    quantized: Mapping[str, TorchAoConfig]
+    on_disk: bool
+
+    def encoder(self, name: str, cls: type[PreTrainedModel], mode: str) -> PreTrainedModel:
+        """One whose mode is settled, again."""
+        if mode == "shard":
+            return load_sharded_text_encoder(cls, self.folder / name, self.axes.replica, self.dtype, self.variant)
+        together = self.axes.replica if mode == "replicate" else Axis.single("the first rank")
+        with fail_together(f"read the {cls.__name__}", together):
+            return load_whole(cls, self.folder / name, self.dtype, self.variant)
+
+    def denoiser(self, name: str, cls: type[ModelMixin]) -> ModelMixin:
+        """This rank's slices."""
+        how = {DTYPE_ARGUMENT: self.dtype}
+        if name in self.quantized or self.on_disk:
+            how["device_map"] = {"": self.device}
+        if name in self.quantized:
+            how["quantization_config"] = self.quantized[name]
+        variant = variant_in(self.folder / name, self.variant)
+        with fail_together(f"read the {cls.__name__}", self.axes.replica), sharded_loading(self.axes.tp):
+            return cls.from_pretrained(self.folder, subfolder=name, variant=variant, use_safetensors=True, **how)
+
+    def model(self, name: str, cls: type[ModelMixin]) -> ModelMixin:
+        """Any other, whole."""
+        return load_whole(cls, self.folder / name, self.dtype, self.variant)
+
+
+def _entries(model: str | Path, folder: Path, pipeline: type, kwargs: Collection[str]) -> dict[str, list[str]]:
+    """Name -> library and class of each component of the folder's index.
+
+    Raises:
+        ValueError: a class that is not there, an argument that nothing takes, a component that the folder lacks.
+    """
+    index = read_json(folder / "model_index.json")
+    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1] is not None}
+    check_known(model, entries, kwargs)
+    ours = list(inspect.signature(load_pipeline).parameters)
+    check_names(model, pipeline, index.get("_class_name"), kwargs, ours)
+    _check_complete(folder, entries, kwargs)
+    return entries
+
+
+def _asked_modes(model: str | Path, given: str | Mapping[str, str], encoders: Collection[str]) -> Mapping[str, str]:
+    """Text encoder -> its mode, where one is asked for. Raises ValueError for a mode, or a name, that there is not."""
+    asked = dict.fromkeys(encoders, given) if isinstance(given, str) else given
+    for mode in asked.values():
+        check_choices(text_encoders=mode)
+    unknown = [name for name in asked if name not in encoders]
+    if unknown:
+        raise ValueError(f"{model} has no text encoder {unknown[0]!r}, only {', '.join(encoders) or 'none'}")
+    return asked
+
+
+def _place(pipe: DiffusionPipeline, offload: str, on_disk: Mapping[str, DiskOffload], device: torch.device) -> None:
+    """Bring a pipeline that is loaded to its device, or have its parts wait for their turn."""
+    if offload == "auto" and device.type != "cpu":
+        half = torch.get_device_module(device).mem_get_info(device)[1] / 2
         offload = "model" if sum(weight_bytes(pipe)) > half else "none"
     if offload == "disk":
-        _take_turns(pipe, on_disk, here)
-    elif offload == "model" and here.type != "cpu":
-        pipe.enable_model_cpu_offload(device=here)
-    elif offload == "group" and here.type != "cpu":
-        pipe.enable_group_offload(here, offload_type="leaf_level", use_stream=True)
+        _take_turns(pipe, on_disk, device)
+    elif offload == "model" and device.type != "cpu":
+        pipe.enable_model_cpu_offload(device=device)
+    elif offload == "group" and device.type != "cpu":
+        pipe.enable_group_offload(device, offload_type="leaf_level", use_stream=True)
     else:
-        pipe.to(here)
-    return pipe
+        pipe.to(device)
 
 
 def _past_the_host(mine: int, device: torch.device, world: Axis) -> str:

@@ -13,6 +13,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ..models.plans import get_context_parallel_plan, get_tensor_parallel_plan
+from .denoisers import DENOISERS
 from .vae import check_tiles
 
 
@@ -29,8 +30,6 @@ class ModelFolder:
     def __init__(self, model: str):
         self.model = model
         index = self._json("model_index.json")
-        entries = {name: index.get(name) for name in ("transformer", "unet", "vae")}
-        classes = {name: x[1] for name, x in entries.items() if isinstance(x, list) and len(x) == 2 and x[1]}
         found = {name: x for name, x in index.items() if isinstance(x, list) and len(x) == 2 and x[1]}
         self._text_encoders = {
             name: cls
@@ -38,11 +37,12 @@ class ModelFolder:
             if name.startswith("text_encoder") and library == "transformers"
         }
         self.pipeline_class: str | None = index.get("_class_name")
-        self.vae_class: str | None = classes.pop("vae", None)
-        if not classes:
+        self.vae_class: str | None = found["vae"][1] if "vae" in found else None
+        first = next((name for name in ("transformer", "unet") if name in found), None)
+        if first is None:
             raise ValueError(f"{model}: its model_index.json names no transformer")
-        self._denoiser, self.denoiser_class = next(iter(classes.items()))
-        self._denoisers = [name for name in found if name in (self._denoiser, "transformer_2")]
+        self._denoisers = [first, *(name for name in DENOISERS if name in found and name != first)]
+        self.denoiser_class: str = found[first][1]
 
     def _json(self, name: str) -> dict:
         here = Path(self.model).exists()
@@ -63,10 +63,12 @@ class ModelFolder:
         return found
 
     def config(self, component: str) -> dict:
+        """Raises ValueError where the component has none."""
         return self._json(f"{component}/config.json")
 
     def denoiser_config(self) -> dict:
-        return self.config(self._denoiser)
+        """Of the first, where there are two."""
+        return self.config(self._denoisers[0])
 
     def text_encoders(self) -> dict[str, tuple[str, dict]]:
         """Name -> class and config of each text encoder of transformers."""
@@ -107,7 +109,7 @@ class ModelFolder:
         return cls
 
     def denoiser_parameters(self) -> int:
-        """How many all denoisers have: Wan 2.2 has two.
+        """How many all denoisers have: Wan 2.2 and Ideogram 4 have two.
 
         Raises:
             ValueError: diffusers does not know the class, or does not take the config.

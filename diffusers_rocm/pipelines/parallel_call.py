@@ -34,6 +34,7 @@ class ParallelCall:
         self.hang_on(pipe)
 
     def hang_on(self, pipe: DiffusionPipeline) -> None:
+        """Be around the calls of this pipeline too."""
         if pipe not in self._pipes:
             self._pipes.add(pipe)
             pipe.parallel_call = self

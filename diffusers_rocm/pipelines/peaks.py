@@ -51,6 +51,7 @@ class StagePeaks:
         self.seconds: dict[str, float] = {}
 
     def begin(self, stage: str) -> None:
+        """A stage begins, and the one before it ends; one that is gone back to goes on."""
         if stage == self._stage:
             return
         self.end()
@@ -63,6 +64,7 @@ class StagePeaks:
             pass
 
     def end(self) -> None:
+        """The stage that runs ends."""
         if self._stage:
             before = self.peaks.get(self._stage, (0, 0))
             self.peaks[self._stage] = tuple(map(max, before, (device_peak(self._device), host_peak())))

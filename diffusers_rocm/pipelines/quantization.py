@@ -25,6 +25,7 @@ def check_quantization(name: str, on_gpus: bool) -> None:
 
 
 def torchao_config(name: str) -> TorchAoConfig:
+    """Of one of `QUANTIZATIONS`."""
     import torchao.quantization
 
     cls, arguments = _OF_TORCHAO[name]

@@ -91,7 +91,7 @@ def _fitting(
     with fail_together(f"load the {cls.__name__}", axis):
         checkpoint_files(folder, variant)
         model = empty_text_encoder(cls, folder, dtype)
-        size = sum(x.numel() for x in {id(x): x for x in model.parameters()}.values()) * dtype.itemsize
+        size = sum(x.numel() for x in model.parameters()) * dtype.itemsize
         host = psutil.virtual_memory().available
         own = host if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]
         try:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..distributed.mesh import AXES
+from ..distributed.mesh import AXES, JOINED
 from .hardware import GPU, Links, to_one_neighbour
 from .rehearsal import Exchange, Ledger, Work
 
@@ -31,10 +31,12 @@ class Seconds:
 
     @property
     def compute(self) -> float:
+        """Of computing alone."""
         return self.matmul + self.attention + self.other
 
     @property
     def total(self) -> float:
+        """Of computing and of waiting for others."""
         return self.compute + sum(self.communication.values())
 
 
@@ -89,17 +91,15 @@ def _matmul(work: Work, gpu: GPU) -> float:
 
 
 def axis_size(axis: str, degrees: Mapping[str, int]) -> int:
-    joined = {"context": AXES[2:4], "model": AXES[2:]}
-    return math.prod(degrees.get(name, 1) for name in joined.get(axis, (axis,)))
+    """Ranks of an axis, or of what several make together."""
+    return math.prod(degrees.get(name, 1) for name in JOINED.get(axis, (axis,)))
 
 
 def _on_one_node(axis: str, degrees: Mapping[str, int], gpus_per_node: int) -> int:
     """How many ranks of the axis are neighbours of a rank inside its node: inner axes take their places first."""
-    first = {"context": "ring", "model": "ring"}.get(axis, axis)
-    last = {"context": "ulysses", "model": "tp"}.get(axis, axis)
-    within = math.prod(degrees.get(name, 1) for name in AXES[AXES.index(last) + 1 :])
-    size = math.prod(degrees.get(name, 1) for name in AXES[AXES.index(first) : AXES.index(last) + 1])
-    return max(1, min(size, gpus_per_node // within))
+    innermost = JOINED.get(axis, (axis,))[-1]
+    within = math.prod(degrees.get(name, 1) for name in AXES[AXES.index(innermost) + 1 :])
+    return max(1, min(axis_size(axis, degrees), gpus_per_node // within))
 
 
 def _wire_seconds(exchange: Exchange, degrees: Mapping[str, int], links: Links, gpus_per_node: int) -> float:

@@ -52,6 +52,7 @@ class Measured:
     link: float | None
 
     def gpu(self) -> GPU:
+        """What of these rates a transformer's step reaches."""
         return GPU(
             self.name,
             self.matmul * IN_A_STEP["matmul"],

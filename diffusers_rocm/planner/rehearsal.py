@@ -130,7 +130,7 @@ def rehearse(
                     names[axis.group.group_name] = name
         ledger = Ledger()
         held = [*model.parameters(), *model.buffers()]
-        ledger.weights = sum(x.nbytes for x in {id(x): x for x in held}.values())
+        ledger.weights = sum(x.nbytes for x in held)
         ledger.linears = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
         noted = collective_calls(functools.partial(_note_exchange, ledger, names))
         # Tensors without values lie on the CPU.

@@ -9,10 +9,9 @@ import torch
 
 from ..benchmarks.known_models import Size
 from ..distributed.links import FAST
-from ..distributed.mesh import AXES
 from ..models.attention_heads import Busy
 from ..pipelines.text_encoders import ROOM
-from .cost import Seconds, predict
+from .cost import Seconds, axis_size, predict
 from .hardware import GPU, Links, to_one_neighbour
 from .rehearsal import Ledger, rehearse
 from .stages import decode_bytes, encoder_bytes
@@ -46,6 +45,7 @@ class Machine:
 
     @property
     def world(self) -> int:
+        """GPUs of all nodes."""
         return self.gpus * self.nodes
 
 
@@ -71,6 +71,7 @@ class Candidate:
 
     @property
     def step(self) -> float:
+        """Seconds of one denoising step."""
         return self.forwards * self.seconds.total + self.guidance
 
     def __str__(self) -> str:
@@ -87,6 +88,7 @@ class Dropped:
 
 
 def mesh_name(degrees: Mapping[str, int], rotate_method: str) -> str:
+    """`ring=2,ulysses=2 (p2p)`, or `one GPU`."""
     named = ",".join(f"{axis}={size}" for axis, size in degrees.items()) or "one GPU"
     return f"{named} ({rotate_method})" if degrees.get("ring", 1) > 1 else named
 
@@ -226,6 +228,5 @@ def denoise_bytes(ledger: Ledger, dtype: str) -> float:
 
 
 def _seconds_of_guidance(ledger: Ledger, degrees: Mapping[str, int], machine: Machine) -> float:
-    within = math.prod(degrees.get(axis, 1) for axis in AXES[2:])
-    rate = machine.links.inside if 2 * within <= machine.gpus else machine.links.between
+    rate = machine.links.inside if 2 * axis_size("model", degrees) <= machine.gpus else machine.links.between
     return machine.links.latency + ledger.output / rate

@@ -5,7 +5,6 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from diffusers import ModelMixin
-from torch import nn
 
 from ..benchmarks.known_models import Size
 from ..loaders.text_encoder import placements_of
@@ -29,7 +28,7 @@ def encoder_bytes(part: Part, ranks: int, dtype: torch.dtype) -> tuple[int, int]
         model.tie_weights()
     except Exception as error:
         raise cannot_be_had(name, config, error) from error
-    whole = _numel(model) * dtype.itemsize
+    whole = sum(x.numel() for x in model.parameters()) * dtype.itemsize
     try:
         placements = placements_of(model, ranks)
     except ValueError:
@@ -42,10 +41,6 @@ def encoder_bytes(part: Part, ranks: int, dtype: torch.dtype) -> tuple[int, int]
                 local = shard.local_shape(full.shape, 0, ranks)
                 spared += full.numel() - torch.Size(local).numel()
     return whole, whole - spared * dtype.itemsize
-
-
-def _numel(model: nn.Module) -> int:
-    return sum(x.numel() for x in {id(x): x for x in model.parameters()}.values())
 
 
 def decode_bytes(vae: VAE, size: Size, dtype: torch.dtype, tiled: bool) -> int:

@@ -198,11 +198,25 @@ class TestGenerate(unittest.TestCase):
         with pytest.raises(ValueError, match="--tp 25 exceeds the 24 attention heads"):
             ModelFolder(str(model)).check_degrees({"ring": 1, "ulysses": 1, "tp": 25})
 
+    @parameterized.expand(["transformer_2", "unconditional_transformer"])
+    def test_parameters_of_two_denoisers(self, second):
+        model = self.folder / "model"
+        shutil.copytree(EMBEDDED_MODEL, model)
+        shutil.copytree(model / "transformer", model / second)
+        index = json.loads((model / "model_index.json").read_text())
+        (model / "model_index.json").write_text(json.dumps(index | {second: index["transformer"]}))
+        one = ModelFolder(str(EMBEDDED_MODEL)).denoiser_parameters()
+        assert ModelFolder(str(model)).denoiser_parameters() == 2 * one
+
     def test_prompt_files(self):
         file = self.folder / "prompts.txt"
         file.write_bytes("\ufeffa red circle\r\n\r\na green\u0085star\n".encode())
         args = SimpleNamespace(prompt=[], prompts_file=file)
         assert generate_command.read_prompts(args) == ("a red circle", "a green\u0085star")
+
+    def test_the_last_seeds(self):
+        args = SimpleNamespace(seed=str(2**63 - 2), num_images_per_prompt=2)
+        assert generate_command.read_seeds(args) == (2**63 - 2, 2**63 - 1)
 
     def test_the_record_says_what_was_made(self):
         assert (
@@ -304,6 +318,11 @@ class TestBadInput(unittest.TestCase):
             ("sheet is no PNG", ["--prompt", "x", "--contact-sheet", "{folder}/sheet"], "does not end in .png"),
             ("no such LoRA", ["--prompt", "x", "--lora", "{folder}/lora"], "lora: no such file"),
             ("huge seed", ["--prompt", "x", "--seed", "99999999999999999999"], "--seed must be from 0"),
+            (
+                "a seed that follows",
+                ["--prompt", "x", "--seed", str(2**63 - 1), "--num-images-per-prompt", "2"],
+                "--seed must be from 0",
+            ),
             ("no seed", ["--prompt", "x", "--seed", "1,two"], "--seed takes a number, or some with commas"),
             ("seeds", ["--prompt", "x", "--seed", "1,2", "--num-images-per-prompt", "3"], "3, but 2 seeds: drop it"),
             ("no pictures", ["--prompt", "x", "--num-images-per-prompt", "0"], "must be at least 1; got 0"),

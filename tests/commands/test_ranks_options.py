@@ -29,7 +29,7 @@ class TestOptions(unittest.TestCase):
         filled = [argument.format(folder=self.folder) for argument in arguments]
         out, err = io.StringIO(), io.StringIO()
         outputs = ["--prompt", "x", "--out", f"{self.folder}/out"] if filled[0] == "generate" else []
-        module = "generate" if filled[0] == "generate" else "bench_step"
+        module = "generate" if filled[0] == "generate" else "ranks"
         with (
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

@@ -6,13 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from parameterized import parameterized
 
 from diffusers_rocm.distributed.launching import check_port, launch
+from diffusers_rocm.distributed.root_cause import Cause, root_cause
 
 from ..testing_utils import in_process, slow
 
@@ -68,6 +72,13 @@ class TestLaunch(unittest.TestCase):
         assert re.search(last_line, err.strip().splitlines()[-1]), err
         assert "SIGTERM" not in err, err
         assert len(pids(out)) == 2 and not any(alive(pid) for pid in pids(out))
+
+    def test_a_rank_that_is_ended_before_the_others_miss_it(self):
+        # As the launcher has them: the first to end, and then the one that it ended itself.
+        failures = {rank: SimpleNamespace(exitcode=-signal.SIGTERM) for rank in (1, 0)}
+        with tempfile.TemporaryDirectory() as folder:  # nobody left an error there
+            cause = root_cause(SimpleNamespace(failures=failures), Path(folder))
+        assert cause == Cause("rank 1 was killed by SIGTERM", is_own=False)
 
     def test_being_ended_leaves_no_process_behind(self):
         self.check_interrupt(signal.SIGTERM)

@@ -71,7 +71,7 @@ class TestRankFaults(unittest.TestCase):
         for messages in run_ranks(2, messages_worker, {"tp": 2}, ["a later timestep"], "always"):
             assert re.search(INPUTS + r": timestep is \[1\]", messages["a later timestep"]), messages
 
-    def fail(self, fault: str, degrees: dict[str, int], last_line: str) -> None:
+    def check_last_line(self, fault: str, degrees: dict[str, int], last_line: str) -> None:
         """Start real ranks of which the last has a fault; check all that the user sees of it."""
         world = 4 if len(degrees) > 1 else 2
         arguments = (fault, json.dumps(degrees), str(world - 1), str(TIMEOUT))
@@ -86,11 +86,11 @@ class TestRankFaults(unittest.TestCase):
         assert len(pids(out)) == world and not any(alive(pid) for pid in pids(out)), out
 
     def test_the_last_line(self):
-        self.fail("SIGSTOP", {"tp": 2}, LAST_LINES["SIGSTOP"])
+        self.check_last_line("SIGSTOP", {"tp": 2}, LAST_LINES["SIGSTOP"])
 
     @slow
     def test_the_last_line_of_groups_that_are_parts_of_the_world(self):
-        self.fail("SIGSTOP", {"cfg": 2, "tp": 2}, LAST_LINES["SIGSTOP"])
+        self.check_last_line("SIGSTOP", {"cfg": 2, "tp": 2}, LAST_LINES["SIGSTOP"])
 
     @parameterized.expand(
         [
@@ -103,7 +103,7 @@ class TestRankFaults(unittest.TestCase):
     @slow
     def test_each_last_line(self, name, fault, degrees, pattern):
         said = "" if fault in LAST_LINES else r"rank \d failed: ValueError: the ranks were (given )?"
-        self.fail(fault, degrees, said + pattern.removesuffix("$"))
+        self.check_last_line(fault, degrees, said + pattern.removesuffix("$"))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,8 @@ def agree_worker() -> dict:
     results["rounded"] = agree("inputs", {"x": x + 1e-3 * rank * noise}, axis)
     results["bf16"] = agree("inputs", {"x": (x + 1e-3 * rank * noise).bfloat16()}, axis)
     results["no tensors"] = agree("inputs", {"a": 1}, axis)
+    elsewhere = [Scheduler() for _ in range(1 + 100 * rank)]  # kept, so that the last is at another place on each rank
+    results["an object"] = agree("inputs", {"cache": elsewhere[-1]}, axis)
     wrong = {
         "value": {"x": x + 0.2 * noise * (rank == 1)},
         "sign of one": {"few": torch.tensor([0.5, -0.25 if rank == 2 else 0.25])},
@@ -171,7 +173,7 @@ class TestRankGuard(unittest.TestCase):
 
     def test_agree(self):
         for results in run_ranks(3, agree_worker):
-            assert results["equal"] is True and results["no tensors"] is True
+            assert results["equal"] is True and results["no tensors"] is True and results["an object"] is True
             assert results["rounded"] is False and results["bf16"] is False
             assert "different inputs: x is [40, 50] float32 (" in results["value"]
             assert "on ranks 0, 2 and [40, 50] float32 (" in results["value"] and "on rank 1" in results["value"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FluxTransformer2DModel
+from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import TensorParallelConfig
@@ -50,14 +51,14 @@ def one_tensor_worker(folder: str) -> int:
     return most
 
 
-def full_disk_worker(folder: str) -> tuple[str, bool, list[str]]:
-    """Rank 0 may write no file over 100 kB: the error on this rank, and is the checkpoint from before still good?"""
+def full_disk_worker(folder: str, most: int) -> tuple[str, bool, list[str]]:
+    """Rank 0 may write no file over `most` bytes: the error on this rank; is the checkpoint from before still good?"""
     before, state = sharded_model(seed=1)
     before.save_pretrained(folder)
     model, _ = sharded_model(seed=2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
     try:
         with pytest.raises(OSError) as caught:
             model.save_pretrained(folder)
@@ -83,6 +84,13 @@ def replaced_worker(folder: str) -> bool:
     return _same_state(FluxTransformer2DModel.from_pretrained(folder), state)
 
 
+def size_worker(folder: str) -> str:
+    model, _ = sharded_model(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    with pytest.raises(ValueError) as caught:
+        model.save_pretrained(folder, max_shard_size="large")
+    return str(caught.value)
+
+
 def options_worker(folder: str) -> str:
     model, _ = sharded_model()
     with pytest.raises(ValueError) as caught:
@@ -99,8 +107,10 @@ class TestSave(unittest.TestCase):
     def test_one_tensor_at_a_time(self):
         assert run_ranks(2, one_tensor_worker, self.folder) == [1, 0]
 
-    def test_full_disk(self):
-        first, second = run_ranks(2, full_disk_worker, self.folder)
+    # Full in the middle of a large tensor, and where small ones are in the file's buffer still.
+    @parameterized.expand([(100_000,), (3_678_000,)])
+    def test_full_disk(self, most):
+        first, second = run_ranks(2, full_disk_worker, self.folder, most)
         assert "File too large" in first[0] and "rank 0 could not save" in second[0], (first, second)
         for _, good, files in (first, second):
             assert good and files == ["config.json", "diffusion_pytorch_model.safetensors"], files
@@ -115,6 +125,10 @@ class TestSave(unittest.TestCase):
     def test_files_of_an_earlier_checkpoint(self):
         assert run_ranks(2, replaced_worker, self.folder) == [True, True]
         assert len(list(Path(self.folder).iterdir())) == 2
+
+    def test_a_size_that_is_none_is_said_on_all_ranks(self):
+        for message in run_ranks(4, size_worker, self.folder):
+            assert "large" in message, message
 
     def test_options_that_cannot_be_had(self):
         for message in run_ranks(2, options_worker, self.folder):

@@ -2,8 +2,10 @@
 
 import math
 import sys
+import tempfile
 import types
 import unittest
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -256,6 +258,20 @@ class TestChoice(unittest.TestCase):
         want, want_lse = reference(q, k, v, None)
         for out, lse in answers:
             assert relative_l2(out, want) <= 1e-6 and relative_l2(lse, want_lse) <= 1e-6
+
+    def test_a_package_that_cannot_be_imported(self):
+        """Built for another torch, as diffusers takes it too: the next kernel is taken."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        Path(folder.name, "broken_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+        broken = attention_dispatch._Package("broken_attn", "flash_hub")
+        with (
+            patch.dict(attention_dispatch._PACKAGES, {"flash_attn": broken}),
+            patch.object(sys, "path", [folder.name, *sys.path]),
+        ):
+            reasons = explain(self.ROCM, torch.bfloat16, 128, False)
+        assert dict(reasons)["flash_attn"] == "flash_attn cannot be imported (undefined symbol: _ZN3c10)"
+        assert next(name for name, reason in reasons if reason is None) == "flash"
 
     def test_rocm_gets_contiguous_values(self):
         """SDPA was wrong for a strided value on ROCm 7.0 (ROCm/pytorch#3230): emulated, not validated on hardware."""

@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+import re
 import unittest
 from types import SimpleNamespace
 
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, HiDreamImagePipeline, StableDiffusion3PAGPipeline, WanPipeline
 from diffusers.guiders import ClassifierFreeGuidance
 from packaging.version import Version
@@ -160,6 +162,23 @@ def dependent_rows_worker() -> dict[str, str | float]:
         "message": message_of(latents, checked, arguments),
         "unchecked": relative_l2(latents(unchecked, arguments), wanted),
     }
+
+
+@torch.no_grad()
+def no_room_worker() -> str:
+    """One rank has no room for all rows, which each computes once to compare."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(2)
+    model.enable_parallelism(config=CFGParallelConfig(cfg=2))
+
+    def before(module, args):
+        if len(args[0]) == 2 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no room")
+
+    model.x_embedder.register_forward_pre_hook(before)
+    with pytest.raises(RuntimeError) as caught:
+        model(**inputs)
+    return str(caught.value)
 
 
 class Interruption(AroundCall):
@@ -337,6 +356,11 @@ class TestCFGParallel(unittest.TestCase):
         for results in run_ranks(2, dependent_rows_worker):
             assert "answers a part of its rows otherwise than all of them" in results["message"], results
             assert results["unchecked"] > 1e-2, results  # what the check is for
+
+    def test_no_room_for_all_rows_is_said_on_all_ranks(self):
+        first, second = run_ranks(2, no_room_worker)
+        assert re.fullmatch("rank 1 could not run FluxTransformer2DModel on its rows: .*no room", first), first
+        assert second == "no room"
 
     def test_interrupted_between_the_branches(self):
         for error in run_ranks(2, interrupted_worker):

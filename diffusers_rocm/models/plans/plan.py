@@ -39,9 +39,11 @@ class TensorParallelPlan:
     impossible: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
 
     def embedding_path(self, config: Mapping[str, Any]) -> str | None:
+        """`embedding` of a model with this config."""
         return self.embedding(config) if callable(self.embedding) else self.embedding
 
     def head_counts(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Block name -> number of heads: no more ranks than the fewest of them can share the model."""
         return {name: _value(count, config) for name, (count, _) in self.heads.items()}
 
     def attributes(self, layouts: str, module: nn.Module, config: Mapping[str, Any], world: int) -> dict[str, Shard]:

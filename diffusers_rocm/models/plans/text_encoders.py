@@ -7,6 +7,7 @@ own `base_model_tp_plan`, where it has one, and say besides what becomes of the 
 from collections.abc import Callable
 from typing import Any
 
+from .building_blocks import SMALL_LINEAR
 from .plan import TensorParallelPlan, at
 
 
@@ -44,7 +45,7 @@ _CLIP = TensorParallelPlan(
     {
         **at("encoder.layers.*", _CLIP_LAYER, optional=True),
         **at("text_model.encoder.layers.*", _CLIP_LAYER, optional=True),
-        "text_projection?": "replicate:one small Linear; every rank needs the output",
+        "text_projection?": SMALL_LINEAR,
     },
     heads={
         "heads": (

@@ -36,6 +36,7 @@ class PlanReport:
 
     @property
     def unexplained_bytes(self) -> int:
+        """What every rank holds whole, and no rule says why."""
         return sum(self.unexplained.values())
 
     def __str__(self) -> str:
