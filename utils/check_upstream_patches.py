@@ -4,7 +4,8 @@ Each applies alone (to a tree that has what it depends on and nothing else), dif
 in it, and its tests fail without the rest of it. All apply in their order, and on that tree all tests pass. This
 package is tried there too: where diffusers does what we do, neither may be in the other's way.
 
-Of patches that are named, the tests are run on the tree that has each alone.
+Of patches that are named, the tests are run on the tree that has each alone; PR.md has to say how many pass. Without
+names, the table of the README is compared with what each meta.json says.
 
 python utils/check_upstream_patches.py [FOLDER ...]    needs the network, and minutes
 """
@@ -156,8 +157,31 @@ def check_alone(sdist: Path, patch: Patch, every: dict[str, Patch], passes: bool
             result = subprocess.run(ruff, cwd=tree, capture_output=True, text=True)
             if result.returncode:
                 raise Failed(f"ruff {' '.join(options)}: {result.stdout}{result.stderr}")
-        alone = f"alone: {check_tests(tree, patch.tests)}" if passes else "applies alone"
+        alone = "applies alone"
+        if passes:
+            alone = f"alone: {check_tests(tree, patch.tests)}"
+            passed = re.search(r"\d+ passed", alone)[0]
+            if not re.search(rf"\b{passed}", " ".join(patch.file.with_name("PR.md").read_text().split())):
+                raise Failed(f"{passed}, and PR.md does not say so")
         return f"{alone}; without the rest of it: {summary(without)}"
+
+
+def check_readme(every: dict[str, Patch]) -> str:
+    """Its table has each patch at its place, with the places of those that it builds on."""
+    rows = re.findall(r"^\| (\d+) \| \[`(\w+)`\].* \| ([^|]*)\|$", (PATCHES / "README.md").read_text(), re.M)
+    found = {}
+    for place, name, builds_on in rows:
+        ranges = re.findall(r"(\d+)(?: to (\d+))?", builds_on)
+        found[name] = int(place), {i for a, b in ranges for i in range(int(a), int(b or a) + 1)}
+    newest = max(every.values(), key=lambda patch: patch.order).base
+    said = {
+        name: (patch.order, {every[other].order for other in patch.depends_on})
+        for name, patch in every.items()
+        if patch.base == newest
+    }
+    if wrong := [name for name in {**said, **found} if said.get(name) != found.get(name)]:
+        raise Failed(f"the table and meta.json differ on {', '.join(wrong)}")
+    return f"{len(found)} rows as each meta.json says"
 
 
 def check_in_order(sdist: Path, patches: list[Patch]) -> str:
@@ -198,7 +222,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         sdists = {base: download(base, Path(folder)) for base in {patch.base for patch in chosen}}
         named = bool(args.folders)
-        checks = []
+        checks = [] if named else [("README", functools.partial(check_readme, every))]
         for base in [] if named else sorted(sdists):
             those = [patch for patch in chosen if patch.base == base]
             checks.append((f"all for {base}", functools.partial(check_in_order, sdists[base], those)))
