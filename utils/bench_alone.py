@@ -64,7 +64,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     if args.json:
-        command = " ".join(["utils/bench_alone.py", *sys.argv[1 : sys.argv.index("--json")]])
+        command = " ".join(["utils/bench_alone.py", *sys.argv[1:]]).replace(f" --json {args.json}", "")
         args.json.write_text(json.dumps({"command": command, "versions": found, "rows": rows}, indent=1) + "\n")
 
 

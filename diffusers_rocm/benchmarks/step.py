@@ -68,11 +68,13 @@ def parse_mesh(text: str) -> dict[str, Any]:
     """`"ring=2,tp=2,int8"` as arguments of `ParallelConfig`.
 
     Raises:
-        ValueError: neither an axis with its degree, nor a way of sending, nor a way round the ring.
+        ValueError: neither an axis with its degree, nor a way of sending, nor a way round the ring; an axis twice.
     """
     found: dict[str, Any] = {}
-    for word in text.split(","):
-        name, _, degree = word.strip().partition("=")
+    for word in map(str.strip, text.split(",")):
+        name, _, degree = word.partition("=")
+        if name in found:
+            raise ValueError(f"--mesh {text} names {name} twice")
         if name in AXES and name != "dp" and degree.isdecimal() and int(degree) > 0:
             found[name] = int(degree)
         elif word in COMMUNICATION and word != EXACT:

@@ -76,7 +76,7 @@ def all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -
 
 
 def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    counts = [size * x[0].numel() for size in sizes]
+    counts = [size * x.shape[1:].numel() for size in sizes]
     records = all_gather(compress(x.flatten()), tuple(map(compressed_size, counts)), axis, 0)
     return decompress_parts(records, counts, x.dtype).view(-1, *x.shape[1:])
 
@@ -273,6 +273,6 @@ def all_gather_int64(row: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_gather_text(text: str, axis: Axis) -> list[str]:
     """`text`, which may differ in length, of every rank."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(axis.device)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=axis.device)
     sizes = tuple(all_gather_int64(torch.tensor([data.numel()]), axis).flatten().tolist())
     return [bytes(part.tolist()).decode() for part in all_gather(data, sizes, axis, 0).cpu().split(sizes)]

@@ -121,19 +121,7 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
         ValueError: a rule that matches nothing, a module that its style cannot take, a degree that is too high, a
             config that the plan is not for.
     """
-    for reason, is_such in plan.impossible.items():
-        if is_such(model.config):
-            raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
-    for name, count in plan.head_counts(model.config).items():
-        if world > count:
-            what = (
-                "key/value heads"
-                if any(each.startswith(("kv", "keys")) for each in plan.heads)
-                else f"attention {name}"
-            )
-            raise ValueError(
-                f"tp={world} exceeds the {count} {what} of this {type(model).__name__}; use tp <= {count}"
-            )
+    _check_config(model, plan, world)
     if missing := unmatched(model, plan.rules):
         raise ValueError(f"the plan of {type(model).__name__} does not fit this model: nothing is at {missing[0]!r}")
     placements = []
@@ -142,48 +130,73 @@ def resolve(model: nn.Module, plan: TensorParallelPlan, world: int) -> list[Plac
         if rule_name not in STYLES:
             raise ValueError(f"{rule}: there is no style {rule_name!r}, only {', '.join(STYLES)}")
         for path, module, name in [part for each in found for part in _with_adapters(*each, rule_name)]:
-            style = STYLES[name]
-            if hasattr(module, "sharding") or style.accepts and type(module) is nn.Identity:  # a norm left out
-                continue
-            if style.accepts and type(module) not in style.accepts:
-                accepted = " or ".join(cls.__name__ for cls in style.accepts)
-                kind = f"{type(module).__module__}.{type(module).__qualname__}"
-                raise ValueError(
-                    f"{path} is a {kind} and cannot be sharded, only a {accepted} can: load the model unquantised and "
-                    "without adapters, then enable parallelism"
-                )
-            blocks: tuple[Block, ...] = ()
-            if style.weight_dim is not None:
-                if not is_cuttable(module.weight):
-                    raise ValueError(
-                        f"the weight of {path} is a {type(module.weight).__name__} and cannot be cut: enable "
-                        "parallelism on the unquantised model, then quantise its shards"
-                    )
-                blocks = plan.blocks(argument or "mlp", module.weight.shape[style.weight_dim], model.config, world)
-            local = {}
-            if name in ("local", "local_input"):
-                local = plan.attributes(argument, module, model.config, world)
-            elif name == "output":
-                dim, _, layout = argument.rpartition("=")
-                local = {dim or "output": plan.head_shard(layout, model.config)}
-            shards = style.shards(module, blocks)
-            shards |= {key: local.pop(key) for key in module._parameters if key in local}
-            if name in ("slices", "partial"):
-                shards = plan.slices(argument, module, model.config, world)
-            short = [block for shard in shards.values() for block in shard.blocks if block.size // block.unit < world]
-            for key, shard in shards.items():
-                try:
-                    when_cut(getattr(module, key), shard)
-                except ValueError as error:
-                    raise ValueError(
-                        f"the quantised {key} of {path} cannot be cut for tp={world}: {error}; enable parallelism on "
-                        "the unquantised model, then quantise its shards"
-                    ) from None
-            if short:
-                raise ValueError(f"tp={world} is more than the {short[0].size // short[0].unit} parts of {path}")
-            placements.append(Placement(path, module, name, shards, local))
+            left_out = STYLES[name].accepts and type(module) is nn.Identity  # a norm
+            if not hasattr(module, "sharding") and not left_out:
+                placements.append(_placement(path, module, name, argument, plan, model.config, world))
     _refuse_unplanned_processors(model, plan)
     return placements
+
+
+def _check_config(model: nn.Module, plan: TensorParallelPlan, world: int) -> None:
+    """Raises ValueError where the plan is not for the model's config, or where ranks would have no head."""
+    for reason, is_such in plan.impossible.items():
+        if is_such(model.config):
+            raise ValueError(f"this {type(model).__name__} cannot be sharded: {reason}")
+    for name, count in plan.head_counts(model.config).items():
+        if world > count:
+            of_keys = any(each.startswith(("kv", "keys")) for each in plan.heads)
+            what = "key/value heads" if of_keys else f"attention {name}"
+            raise ValueError(
+                f"tp={world} exceeds the {count} {what} of this {type(model).__name__}; use tp <= {count}"
+            )
+
+
+def _placement(
+    path: str, module: nn.Module, name: str, argument: str, plan: TensorParallelPlan, config: Any, world: int
+) -> Placement:
+    """What the style of this name, with its argument in the plan, does to a module.
+
+    Raises:
+        ValueError: a module that the style cannot take, or with too few parts for the ranks.
+    """
+    style = STYLES[name]
+    if style.accepts and type(module) not in style.accepts:
+        accepted = " or ".join(cls.__name__ for cls in style.accepts)
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        raise ValueError(
+            f"{path} is a {kind} and cannot be sharded, only a {accepted} can: load the model unquantised and "
+            "without adapters, then enable parallelism"
+        )
+    blocks: tuple[Block, ...] = ()
+    if style.weight_dim is not None:
+        if not is_cuttable(module.weight):
+            raise ValueError(
+                f"the weight of {path} is a {type(module.weight).__name__} and cannot be cut: enable "
+                "parallelism on the unquantised model, then quantise its shards"
+            )
+        blocks = plan.blocks(argument or "mlp", module.weight.shape[style.weight_dim], config, world)
+    shards, local = style.shards(module, blocks), {}
+    match name:
+        case "local" | "local_input":
+            local = plan.attributes(argument, module, config, world)
+            shards |= {key: local.pop(key) for key in module._parameters if key in local}
+        case "output":
+            dim, _, layout = argument.rpartition("=")
+            local = {dim or "output": plan.head_shard(layout, config)}
+        case "slices" | "partial":
+            shards = plan.slices(argument, module, config, world)
+    for key, shard in shards.items():
+        try:
+            when_cut(getattr(module, key), shard)
+        except ValueError as error:
+            raise ValueError(
+                f"the quantised {key} of {path} cannot be cut for tp={world}: {error}; enable parallelism on "
+                "the unquantised model, then quantise its shards"
+            ) from None
+        for block in shard.blocks:
+            if (count := block.size // block.unit) < world:
+                raise ValueError(f"tp={world} is more than the {count} parts of {path}")
+    return Placement(path, module, name, shards, local)
 
 
 def base_layer(module: nn.Module) -> nn.Module:

@@ -32,7 +32,11 @@ def checkpoint_files(folder: Path, variant: str | None = None) -> list[Path]:
         single = folder / f"{stem}{of_variant}.safetensors"
         if index.is_file():
             files: dict[Path, str] = {}  # with the first tensor of each
-            for tensor, name in read_json(index)["weight_map"].items():
+            try:
+                where = read_json(index)["weight_map"].items()
+            except (AttributeError, KeyError, TypeError):
+                raise ValueError(f"{index} says of no tensor in which file it is") from None
+            for tensor, name in where:
                 files.setdefault(folder / name, tensor)
             for file, tensor in files.items():
                 if not file.is_file():

@@ -260,8 +260,8 @@ class ParallelConfig(_Config, diffusers.ParallelConfig):
             rotate_method = context_parallel_config.rotate_method if ours else "p2p"
         inner = (getattr(each, "communication", EXACT) for each in (context_parallel_config, tensor_parallel_config))
         lossy = {each for each in inner if each != EXACT}
-        if len(lossy | ({communication} - {None})) > 1:
-            raise ValueError(f"the configs differ in communication: {', '.join(sorted(lossy))}; say one")
+        if len(said := lossy | ({communication} - {None})) > 1:
+            raise ValueError(f"the configs differ in communication: {', '.join(sorted(said))}; say one")
         if communication is None:
             communication = next(iter(lossy), EXACT)
         _check_word("rotate_method", rotate_method, ROTATE_METHODS)

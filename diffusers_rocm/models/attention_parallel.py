@@ -130,11 +130,11 @@ def attention(
         q, k, v = (x if x.dtype == torch.float64 else x.to(narrow) for x in (q, k, v))
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads of queries are no multiple of the {k.shape[2]} heads of keys")
-    if (is_causal or mask is not None) and layout.ulysses.size > 1 and min(layout.lengths()) == 1:
+    if (is_causal or mask is not None) and layout.ulysses.size > 1 and min(layout.lengths()) <= 1:
         # A row for it would look like one for all.
         raise ValueError(
-            f"{sum(layout.streams)} tokens over {layout.world} ranks leave one to some, and Ulysses with a mask needs "
-            "two on each: use fewer ranks"
+            f"{sum(layout.streams)} tokens over {layout.world} ranks leave some fewer than two, and Ulysses with a mask "
+            "needs two on each: use fewer ranks"
         )
     if is_causal:
         causal = _causal_mask(layout, q.device)

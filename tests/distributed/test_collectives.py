@@ -8,7 +8,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.collectives import all_gather, broadcast_from_first
+from diffusers_rocm.distributed.collectives import all_gather, all_gather_text, broadcast_from_first
 
 from ..testing_utils import run_ranks
 
@@ -70,6 +70,10 @@ def gather_worker(sizes: tuple[int, ...]) -> bool:
     return torch.equal(all_gather(mine, sizes, world_axis()), full)
 
 
+def text_worker() -> list[str]:
+    return all_gather_text("" if dist.get_rank() == 1 else "größer", world_axis())
+
+
 class TestCollectives(unittest.TestCase):
     @parameterized.expand([(2,), (4,)])
     def test_inputs_are_equal_after_the_broadcast(self, world):
@@ -77,6 +81,9 @@ class TestCollectives(unittest.TestCase):
 
     def test_a_broadcast_into_a_temporary_leaves_timestep_zero(self):
         assert run_ranks(3, broadcast_into_a_temporary_worker) == [1000.0, 0.0, 0.0]
+
+    def test_texts_one_of_them_empty(self):
+        assert run_ranks(3, text_worker) == [["größer", "", "größer"]] * 3
 
     @parameterized.expand([((3, 3),), ((3, 2),), ((5, 4, 4),), ((1, 1, 1, 0),)])
     def test_gather_of_uneven_slices(self, sizes):

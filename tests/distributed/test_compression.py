@@ -150,7 +150,10 @@ class TestCompression(unittest.TestCase):
         inner = TensorParallelConfig(2, communication="int8")
         for make, message in (
             (lambda: TensorParallelConfig(2, communication="int4"), "must be 'exact' or 'int8'; got 'int4'"),
-            (lambda: ParallelConfig(tensor_parallel_config=inner, communication="exact"), "differ in communication"),
+            (
+                lambda: ParallelConfig(tensor_parallel_config=inner, communication="exact"),
+                "differ in communication: exact, int8",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 make()

@@ -116,6 +116,10 @@ def cut_weight_map(folder: Path) -> None:
     (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {')
 
 
+def no_weight_map(folder: Path) -> None:
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text('{"metadata": {}}')
+
+
 def no_shard(folder: Path) -> None:
     weight_map = {"proj_out.bias": "absent-00001.safetensors"}
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
@@ -127,6 +131,7 @@ BROKEN = {
     no_config: "text_encoder_2 has no config.json",
     cut_index: "model_index.json is not JSON",
     cut_weight_map: "index.json is not JSON",
+    no_weight_map: "index.json says of no tensor in which file it is",
     no_shard: "absent-00001.safetensors is not there, which diffusion_pytorch_model.safetensors.index.json says has "
     "proj_out.bias",
 }
