@@ -1,6 +1,6 @@
 """One axis of the device mesh, as the rest of the package sees it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ class Axis:
         first: global rank of the axis' first rank, the source of broadcasts.
         device: where the group's collectives want their tensors.
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
-        slow_links: whether messages are worth hiding (`links`).
+        slow_links: whether messages are worth hiding; measured (`links`), and no part of what an axis is.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Axis:
     first: int
     device: torch.device
     communication: str = EXACT
-    slow_links: bool = False
+    slow_links: bool = field(default=False, compare=False)
 
     def ranks(self) -> list[int]:
         """Global ranks of the axis, in its order."""

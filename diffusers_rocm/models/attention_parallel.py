@@ -133,8 +133,8 @@ def attention(
     if (is_causal or mask is not None) and layout.ulysses.size > 1 and min(layout.lengths()) <= 1:
         # A row for it would look like one for all.
         raise ValueError(
-            f"{sum(layout.streams)} tokens over {layout.world} ranks leave some fewer than two, and Ulysses with a mask "
-            "needs two on each: use fewer ranks"
+            f"{sum(layout.streams)} tokens over {layout.world} ranks leave some fewer than two, and Ulysses with a "
+            "mask needs two on each: use fewer ranks"
         )
     if is_causal:
         causal = _causal_mask(layout, q.device)
