@@ -15,10 +15,11 @@ from ..models.transformers.test_models_transformer_flux import FluxTransformerTe
 from ..testing_utils import run_ranks
 
 
-def enabled_worker(degrees: dict[str, int]) -> tuple[bool, bool]:
-    model = FluxTransformerTesterConfig().get_model()
-    model.enable_parallelism(config=ParallelConfig(**degrees))
-    return model.parallelism.axes.ulysses.slow_links, split_of(model).layout_of(24).ulysses.slow_links
+def enabled_worker(degrees: dict[str, int]) -> tuple[bool, bool, bool]:
+    model, config = FluxTransformerTesterConfig().get_model(), ParallelConfig(**degrees)
+    model.enable_parallelism(config=config)
+    axes = model.parallelism.axes
+    return axes.ulysses.slow_links, split_of(model).layout_of(24).ulysses.slow_links, axes == config.axes()
 
 
 def measured_worker() -> tuple[bool, bool]:
@@ -41,7 +42,7 @@ class TestLinks(unittest.TestCase):
     @parameterized.expand([({"ulysses": 2}, True), ({"ulysses": 2, "ring": 2}, True), ({"ring": 2}, False)])
     def test_attention_knows(self, degrees, slow):
         for found in run_ranks(2 * len(degrees), enabled_worker, degrees):
-            assert found == (slow, slow)
+            assert found == (slow, slow, True)  # by which a model that was loaded is known to be on this mesh
 
     def test_one_rank_has_none(self):
         assert not links_are_slow(Axis.single("ulysses"))
