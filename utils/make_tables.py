@@ -190,14 +190,19 @@ def steps(name: str) -> str:
         "|---|---|" + "---|" * 4,
     ]
     for row in run["rows"]:
-        figures = f"{row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak']) / 2**30:.2f} | {row['distance']:.1e}"
-        lines.append(f"| {row['name']} | {row['mode']} | {row['note'] or figures} |")
+        if row["note"]:
+            figures = f"{row['note']} | | | "
+        else:
+            peak = max(row["peak"]) / 2**30
+            figures = f"{row['ms']:.1f} | {row['speedup']:.2f}x | {peak:.2f} | {row['distance']:.1e}"
+        lines.append(f"| {row['name']} | {row['mode']} | {figures} |")
     found = run["environment"]
     versions = (
         f"torch {found['packages']['torch']}, diffusers {found['packages']['diffusers']}, {found['collectives'][-1]}"
     )
     gpus = f"{len(found['gpus'])} x {found['gpus'][0]['name']}"
-    return "\n".join([*lines, "", f"`{run['command']}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
+    without = "NCCL_P2P_DISABLE=1 " if found["environment"].get("NCCL_P2P_DISABLE") == "1" else ""
+    return "\n".join([*lines, "", f"`{without}{run['command']}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
 
 
 def alone(name: str) -> str:
@@ -251,7 +256,10 @@ TABLES = {
     "ways_to_attend": ways_to_attend,
     "side_by_side": side_by_side,
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
+    "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
+    "step_flux_2048_p2p_off": lambda: steps("step_flux_2048_2xh100_p2p_off"),
+    "step_flux_65k_p2p_off": lambda: steps("step_flux_65k_2xh100_p2p_off"),
     "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
 }

@@ -1,14 +1,15 @@
 """How fast the ranks of an axis reach each other: it decides whether messages are worth hiding."""
 
+import logging
+
 import torch
 import torch.distributed as dist
-from diffusers.utils import logging
 
 from .axis import Axis
 from .collectives import all_gather_int64
 
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # Bytes a second that a GPU sends to the others of its axis: NVLink and xGMI are above, PCIe and networks below.
 FAST = 100e9
