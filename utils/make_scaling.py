@@ -25,8 +25,9 @@ here (shares of the data sheet are assumed, [planning.md](planning.md)), {inside
 GB/s for each GPU between nodes, compiled, bfloat16. A step is one denoising step; tp is left out, since weights fit.
 
 By Ulysses alone HunyuanVideo (24 heads) goes as far as 3 nodes and Wan 2.1 14B (40 heads) as far as 5: each rank needs
-a head. Beyond, a ring joins, whose hops hide under attention; with guidance each branch has half of the GPUs. A step
-gets no faster without end: more GPUs than help one picture make more pictures at a time (`dp`).
+a head. Beyond, a ring joins, whose hops hide under attention, as most of what Ulysses sends between nodes does where
+there is no ring; with guidance each branch has half of the GPUs. A step gets no faster without end: more GPUs than
+help one picture make more pictures at a time (`dp`).
 """
 
 

@@ -45,9 +45,12 @@ def modes_table(name: str, modes: tuple[str, ...] = ()) -> str:
 
 
 def collectives() -> str:
-    nvlink, host = (read(name)["microseconds"] for name in ("collectives_4xh200", "collectives_4xh200_p2p_off"))
+    runs = [read(name) for name in ("collectives_4xh200", "collectives_4xh200_p2p_off")]
+    nvlink, host = (run["microseconds"] for run in runs)
     lines = ["| | NVLink | P2P off |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {nvlink[name]:.0f} | {host[name]:.0f} |" for name in nvlink)])
+    lines += [f"| {name} | {nvlink[name]:.0f} | {host[name]:.0f} |" for name in nvlink]
+    ran = source("utils/bench_collectives.py", runs[0]["versions"], "collectives_4xh200*")
+    return "\n".join([*lines, "", ran])
 
 
 def hops() -> str:

@@ -72,7 +72,7 @@ def check(args: argparse.Namespace) -> StepRequest:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
     if args.chart is not None:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--chart needs matplotlib: pip install 'diffusers_rocm[bench]'")
+            raise ValueError("--chart needs matplotlib: pip install matplotlib")
         if args.chart.suffix.lower() != ".png":
             raise ValueError(f"--chart writes a PNG; {args.chart} does not end in .png")
         check_writable(args.chart.parent)

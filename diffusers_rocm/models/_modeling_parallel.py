@@ -130,7 +130,7 @@ class ContextParallelConfig(_Config, diffusers.ContextParallelConfig):
         ulysses_degree: ranks that trade their tokens for heads (Jacobs et al., 2023), inside the ring; at most the
             number of heads.
         rotate_method: `"p2p"` passes keys and values on while the rank computes, and holds two parts of them;
-            `"allgather"` gathers those of some heads while it computes with those before.
+            `"allgather"` sends those of some heads to all others while it computes with those before, its own first.
         mesh: a `DeviceMesh` with axes named `"ring"` and `"ulysses"`, or one of them; the degrees follow from it.
             Without it the mesh is made of all ranks.
         communication: as in `TensorParallelConfig`.

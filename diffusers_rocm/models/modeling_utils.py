@@ -83,10 +83,10 @@ class Parallelism:
 def enable(
     model: nn.Module, config: OurConfig, cp_plan: Mapping[str, Any] | ContextParallelPlan | None = None
 ) -> None:
-    """Shard the weights of `model` over the tp axis, then split its sequences over the ring and Ulysses axes.
+    """Split the sequences of `model` over the ring and Ulysses axes, then shard its weights over the tp axis.
 
     Everything is checked before anything changes. Where the ranks' weights differ (random initialisation without a
-    common seed), the first rank's are taken, and a warning says so.
+    common seed), the first rank's are taken, and a warning says so. The links of the Ulysses axis are timed.
 
     Gradients: those of the inputs are exact, and those of sharded parameters are of the shard. With split sequences
     those of all parameters are each rank's tokens' share, to be summed over `model.parallelism.axes.context`.
@@ -97,7 +97,6 @@ def enable(
     _check_free_and_loaded(model, config)
     check_weights_are_here(model, "enable parallelism first, then offloading")
     axes = config.axes()
-    axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
     placements, split = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
         tp_plan = get_tensor_parallel_plan(type(model))
@@ -105,10 +104,11 @@ def enable(
         _check_heads(model, tp_plan, axes)
     if axes.context.size > 1:
         plan = get_context_parallel_plan(type(model), cp_plan)
-        split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
         if axes.ring.size > 1 and config.rotate_method == "p2p":
             for path, module in attention_modules(model, plan):
                 check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
+        axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
+        split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
         raise ValueError(f"cp_plan is for context parallelism; {config} takes none")
     differ = _weights_differ(model, axes.world)
@@ -195,6 +195,8 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
                 `DataParallelConfig`, `ParallelConfig`), or diffusers' own, which goes to diffusers' own code.
             cp_plan: for context parallelism, where sequences are split: a ContextParallelPlan, or the format of
                 diffusers' `_cp_plan`; by default the plan of the class.
+
+        With Ulysses on GPUs the links are timed, by some all-to-alls of 64 MiB.
 
         Raises:
             ValueError: the model or the config cannot be had; nothing is changed then.
