@@ -99,6 +99,22 @@ class TestPages(unittest.TestCase):
             assert file.exists(), target
             assert not anchor or anchor in anchors(file), target
 
+    @parameterized.expand([*PAGES, "upstream_pr/README.md"])
+    def test_scripts_are_there(self, page):
+        """With the options that they are given."""
+        text = (ROOT / page).read_text()
+        for script, given in re.findall(r"\b(utils/\w+\.py)\b([^`\n]*)", text):
+            source = (ROOT / script).read_text()
+            for option in re.findall(r"(?<!\S)--[\w-]+", given):
+                assert f'"{option}"' in source, (script, option)
+
+    @parameterized.expand(PAGES)
+    def test_targets_of_make_are_there(self, page):
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+        quoted = [*blocks(page, ""), *re.findall(r"`([^`\n]+)`", (ROOT / page).read_text())]
+        for target in re.findall(r"^(?:RUN_SLOW=1 )?make ([\w-]+)", "\n".join(quoted), re.M):
+            assert target in targets, target
+
     @parameterized.expand(PAGES)
     def test_python_is_python(self, page):
         for code in blocks(page, "python"):

@@ -28,12 +28,12 @@ def beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[
         module = torch.get_device_module(received.device)
         if received.device not in _side:
             _side[received.device] = module.Stream(received.device), torch.zeros(1, 1 << 14, device=received.device)
-        here, (beside, row) = module.current_stream(received.device), _side[received.device]
-        beside.wait_stream(here)
-        with module.stream(beside):
-            begins = beside.record_event()
+        here, (aside, row) = module.current_stream(received.device), _side[received.device]
+        aside.wait_stream(here)
+        with module.stream(aside):
+            begins = aside.record_event()
             collective()
-            ends = beside.record_event()
+            ends = aside.record_event()
         here.wait_event(begins)
         row.softmax(-1)
         finish = functools.partial(_wait_for, ends, received.device)

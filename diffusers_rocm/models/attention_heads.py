@@ -183,7 +183,10 @@ def _in_groups(
             arrive = begin_exchange(x, *sizes, process_group)
         else:
             received = exchange_in_group(x, *sizes, process_group)
-            arrive = lambda: received  # noqa: E731
+
+            def arrive() -> Tensor:
+                return received
+
         return arrive if exact else lambda: decompress_parts(arrive(), incoming, q.dtype)
 
     def send_group(index: int) -> Callable[[], Tensor]:
