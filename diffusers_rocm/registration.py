@@ -29,7 +29,17 @@ DTYPE_ARGUMENT = "dtype" if Version(diffusers.__version__) >= Version("0.42") el
 
 _ABSENT = object()
 _lock = threading.RLock()
-_originals: list[tuple[Any, Any, Any]] = []
+
+
+@dataclass
+class _Touched:
+    owner: Any
+    name: Any
+    original: Any
+    ours: Any
+
+
+_touched: list[_Touched] = []
 
 
 def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
@@ -90,10 +100,8 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     if hasattr(diffusers.loaders.peft, "_create_lokr_config"):
         yield diffusers.loaders.peft, "_create_lokr_config", lora.wrap_create_config
     # All versions: every attention backend serves our split sequences, whether it knows diffusers' or not.
-    registry = attention_dispatch._AttentionBackendRegistry
-    for backend in registry._backends:
-        yield registry._backends, backend, functools.partial(our_attention.wrap_backend, backend)
-        yield registry._supported_arg_names, backend, our_attention.wrap_argument_names
+    for backend in attention_dispatch._AttentionBackendRegistry._backends:
+        yield from _touches_of_backend(backend)
     yield ModelMixin, "set_attention_backend", ours.wrap_set_attention_backend
     # All versions: pipelines that share their components share what makes them parallel.
     yield DiffusionPipeline, "register_modules", parallel_call.wrap_register_modules
@@ -124,6 +132,15 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
                 yield attention_dispatch, name, our_attention.wrap_forward_op
 
 
+def _touches_of_backend(backend: Any) -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    from .models.attention_dispatch import wrap_argument_names, wrap_backend
+
+    yield registry._backends, backend, functools.partial(wrap_backend, backend)
+    yield registry._supported_arg_names, backend, wrap_argument_names
+
+
 def _themselves_and_below(cls: type) -> Iterator[type]:
     yield cls
     for each in cls.__subclasses__():
@@ -133,13 +150,21 @@ def _themselves_and_below(cls: type) -> Iterator[type]:
 def register() -> None:
     """Extend diffusers' classes with ours. Idempotent and thread-safe; importing `diffusers_rocm` calls it."""
     with _lock:
-        if _originals:
-            return
-        for owner, name, wrap in list(_touches()):
-            names = owner if isinstance(owner, dict) else vars(owner)
-            original = names.get(name, _ABSENT)
-            _originals.append((owner, name, original))
-            _put(owner, name, wrap(None if original is _ABSENT else original))
+        if not _touched:
+            for touch in list(_touches()):
+                _touch(*touch)
+
+
+def register_late_backends() -> None:
+    """Extend the attention backends that came after `register`: cache-dit puts its own in place of diffusers'."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    with _lock:
+        ours = {id(each.ours) for each in _touched}
+        for backend, function in list(_AttentionBackendRegistry._backends.items()):
+            if id(function) not in ours:
+                for touch in _touches_of_backend(backend):
+                    _touch(*touch)
 
 
 def unregister() -> None:
@@ -151,14 +176,24 @@ def unregister() -> None:
     from .models.modeling_utils import parallel_models
 
     with _lock:
-        if _originals and (names := sorted(type(model).__name__ for model in parallel_models())):
+        if _touched and (names := sorted(type(model).__name__ for model in parallel_models())):
             raise ValueError(f"call disable_parallelism() first: {', '.join(names)} would stay in parts for good")
-        while _originals:
-            owner, name, original = _originals.pop()
-            if original is _ABSENT:
-                delattr(owner, name)
+        while _touched:
+            last = _touched.pop()
+            if last.original is _ABSENT:
+                delattr(last.owner, last.name)
             else:
-                _put(owner, name, original)
+                _put(last.owner, last.name, last.original)
+
+
+def _touch(owner: Any, name: Any, wrap: Callable[[Any], Any]) -> None:
+    names = owner if isinstance(owner, dict) else vars(owner)
+    original = names.get(name, _ABSENT)
+    ours = wrap(None if original is _ABSENT else original)
+    # What another package has put in place of ours is what is put back.
+    _touched[:] = [each for each in _touched if each.owner is not owner or each.name != name]
+    _touched.append(_Touched(owner, name, original, ours))
+    _put(owner, name, ours)
 
 
 def _put(owner: Any, name: Any, value: Any) -> None:

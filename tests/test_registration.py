@@ -9,11 +9,14 @@ import unittest
 
 import diffusers
 import pytest
+import torch
 from diffusers import FluxTransformer2DModel, ModelMixin
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
 import diffusers_rocm
 from diffusers_rocm import _requirements, registration
 
+from .models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from .testing_utils import run_ranks
 
 
@@ -42,6 +45,44 @@ def parallel_worker() -> str:
     return str(caught.value)
 
 
+def late_backend_worker() -> tuple[list[float], bool, bool]:
+    """Another package puts its own attention in place of "native", before a model is parallel and while it is."""
+    registry, config = _AttentionBackendRegistry, FluxTransformerTesterConfig()
+    theirs = []
+    diffusers_rocm.unregister()
+    tables = [registry._backends, registry._supported_arg_names]
+    bare = [dict(table) for table in tables]
+    diffusers_rocm.register()
+    native = next(backend for backend in bare[0] if backend.value == "native")
+
+    def replace():
+        def attention(query, key, value, attn_mask=None, scale=None):
+            return bare[0][native](query, key, value, attn_mask=attn_mask, scale=scale)
+
+        theirs.append(attention)
+        registry._backends[native] = attention
+        registry._supported_arg_names[native] = {"query", "key", "value", "attn_mask", "scale"}
+
+    model = config.get_model()
+    inputs = config.get_dummy_inputs()
+    with torch.no_grad():
+        wanted = model(**inputs)[0]
+        replace()
+        model.enable_parallelism(config=diffusers_rocm.ContextParallelConfig(ulysses_degree=2))
+        outputs = [model(**inputs)[0]]
+        replace()
+        model.set_attention_backend("native")
+        outputs.append(model(**inputs)[0])
+    model.disable_parallelism()
+    extended = registry._backends[native] is not theirs[-1]
+    diffusers_rocm.unregister()
+    put_back = registry._backends[native] is theirs[-1]
+    for table, kept in zip(tables, bare, strict=True):
+        table.update(kept)
+    diffusers_rocm.register()
+    return [((x - wanted).norm() / wanted.norm()).item() for x in outputs], extended, put_back
+
+
 class TestRegistration(unittest.TestCase):
     def tearDown(self):
         diffusers_rocm.register()
@@ -63,6 +104,10 @@ class TestRegistration(unittest.TestCase):
     def test_not_while_a_model_is_parallel(self):
         for message in run_ranks(2, parallel_worker):
             assert "call disable_parallelism() first: FluxTransformer2DModel would stay" in message
+
+    def test_attention_backends_that_come_late(self):
+        for distances, extended, put_back in run_ranks(2, late_backend_worker):
+            assert max(distances) <= 1e-5 and extended and put_back
 
     def test_register_is_idempotent(self):
         once = snapshot()

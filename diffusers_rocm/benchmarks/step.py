@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from diffusers import ModelMixin
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor
 
 from ..distributed import init
@@ -26,6 +27,7 @@ from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.step_graph import WARM_UP, StepGraph
 from ..models._modeling_parallel import ParallelConfig
+from ..models.attention_dispatch import platform_of, preference
 from ..pipelines.peaks import device_peak
 from .known_models import KNOWN_MODELS, Size, build, inputs
 
@@ -160,6 +162,26 @@ def _peer_names(request: StepRequest) -> Iterator[str]:
             yield from (f"{peer} {mesh}" for mesh in request.meshes if set(parse_mesh(mesh)) <= set(AXES))
 
 
+class _Backends:
+    """diffusers' table of attention backends, which cache-dit fills with its own, once and for the whole process."""
+
+    def __init__(self):
+        self._tables = [table for table in vars(_AttentionBackendRegistry).values() if isinstance(table, dict | set)]
+        self._active = _AttentionBackendRegistry.get_active_backend()[0]
+        self._first = [table.copy() for table in self._tables]
+        self._of: dict[str, list[dict | set]] = {}
+        self._peer = ""
+
+    def switch_to(self, peer: str) -> None:
+        """As that peer left it, with the backend active that was at first: to set a model's sets it for all."""
+        self._of[self._peer] = [table.copy() for table in self._tables]
+        for table, kept in zip(self._tables, self._of.get(peer, self._first), strict=True):
+            table.clear()
+            table.update(kept)
+        _AttentionBackendRegistry.set_active_backend(self._active)
+        self._peer = peer
+
+
 class _Runner:
     def __init__(self, request: StepRequest, device: torch.device):
         self._request, self._device, self._clock = request, device, Clock(device)
@@ -167,6 +189,7 @@ class _Runner:
         self._dtype = getattr(torch, request.dtype)
         self._wanted: Tensor | None = None
         self._world = Axis.of_all()
+        self._backends = _Backends()
 
     @torch.no_grad()
     def run(self, row: Row) -> None:
@@ -175,6 +198,7 @@ class _Runner:
         alone = row.name == "device-map"  # one process that has all GPUs
         here = not alone or self._world.rank == 0
         step = graph = output = None
+        self._backends.switch_to("cache-dit" if row.name.startswith("cache-dit") else "diffusers")
         with _noted(row, self._world):
             if here:
                 model = build(self._known, self._request.config, self._device, self._dtype)
@@ -285,6 +309,9 @@ def _enable_diffusers(model: ModelMixin, degrees: Mapping[str, int]) -> None:
     if used <= {"ring", "ulysses"}:
         ring, ulysses = (degrees.get(name, 1) for name in ("ring", "ulysses"))
         config = diffusers.ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+        if ring > 1:  # the default kernel gives no log-sum-exp
+            kernels = preference(platform_of(model.device.type))
+            model.set_attention_backend(next(f"_native_{name}" for name in kernels if name in ("cudnn", "flash")))
     elif used == {"tp"} and hasattr(diffusers, "TensorParallelConfig"):
         config = diffusers.TensorParallelConfig(tp_degree=degrees["tp"])
     else:
@@ -298,8 +325,8 @@ def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int]) -> None:
     used = {f"{name}_size": degree for name, degree in degrees.items() if degree > 1}
     if "cfg_size" in used:
         raise ValueError("cache-dit has no parallel guidance")
-    ways = {"attention_backend": "_native_cudnn" if "ring_size" in used else "native"}
-    cache_dit.enable_cache(model, parallelism_config=cache_dit.ParallelismConfig(**used, **ways))
+    config = cache_dit.ParallelismConfig(**used, attention_backend="native")  # the only one that its ring takes
+    cache_dit.enable_cache(model, parallelism_config=config)
 
 
 def check_meshes(meshes: tuple[str, ...]) -> int:

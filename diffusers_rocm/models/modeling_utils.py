@@ -39,6 +39,7 @@ from ..loaders.load import cannot_cut, shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
 from ..loaders.save import save_checkpoint
 from ..loaders.stored_tensor import some, stored_tensors
+from ..registration import register_late_backends
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
 from .plans import get_context_parallel_plan, get_tensor_parallel_plan
@@ -107,6 +108,7 @@ def enable(
         if axes.ring.size > 1 and config.rotate_method == "p2p":
             for path, module in attention_modules(model, plan):
                 check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
+        register_late_backends()
         axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
@@ -346,6 +348,7 @@ def wrap_set_attention_backend(original: Callable) -> Callable:
             return original(self, backend)
         if parallelism.axes.ring.size > 1 and parallelism.config.rotate_method == "p2p":
             check_ring_backend(type(self).__name__, backend)
+        register_late_backends()
         processors = [hook for hook in parallelism.hooks if isinstance(hook, SplitProcessor)]
         for processor in processors:
             processor.pause()

@@ -3,21 +3,25 @@
 import importlib.util
 import json
 import re
+import sys
 import tempfile
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from parameterized import parameterized
 from PIL import Image
 
 from diffusers_rocm import commands
+from diffusers_rocm.benchmarks import step
 from diffusers_rocm.benchmarks.comm import Collective, measure_comm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, inputs
 from diffusers_rocm.benchmarks.report import as_json, draw, table
@@ -63,6 +67,42 @@ def as_rows(rows: list[Row]) -> list[tuple]:
 
 def step_worker(*modes: str) -> list[tuple]:
     return as_rows(measure_step(request("tp=2", "ring=2", "tp=2,int8", modes=modes, peers=("cache-dit",))))
+
+
+class CacheDiT(ModuleType):
+    """Puts its attention in the place of diffusers', the first time, as cache-dit does."""
+
+    def __init__(self):
+        super().__init__("cache_dit")
+        self.is_registered = False
+
+    ParallelismConfig = dict
+
+    def enable_cache(self, model, parallelism_config):
+        if not self.is_registered:
+            native = next(each for each in _AttentionBackendRegistry._backends if each.value == "native")
+            _AttentionBackendRegistry._backends[native] = self.attention
+            self.is_registered = True
+        model.set_attention_backend(parallelism_config["attention_backend"])
+
+    def attention(self, query, key, value, **kwargs):
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+
+
+def backends_worker() -> tuple[list[str], list[str]]:
+    """diffusers' backend when each row's model is built, and the module of its function."""
+    seen = []
+
+    def built(*args):
+        backend, function = _AttentionBackendRegistry.get_active_backend()
+        seen.append(f"{AttentionBackendName(backend).value} of {function.__module__.partition('.')[0]}")
+        return build(*args)
+
+    peers = ("diffusers", "cache-dit")
+    with mock.patch.object(step, "build", built), mock.patch.dict(sys.modules, {"cache_dit": CacheDiT()}):
+        rows = measure_step(request("ring=2", peers=peers, modes=("eager", "eager"), rounds=1))
+    return seen, [row.note for row in rows if "diffusers" not in row.name]
 
 
 def guidance_worker() -> list[tuple]:
@@ -127,6 +167,12 @@ class TestBenchStep(unittest.TestCase):
                 else:
                     assert (count, note) == (4, "") and distance <= (5e-2 if "int8" in name else 1e-4), rows
                     assert "int8" not in name or distance > 1e-4, rows
+
+    def test_a_peer_keeps_its_kernels_to_itself(self):
+        """diffusers' ring sets another backend than cache-dit replaces, each for the whole process."""
+        for seen, notes in run_ranks(2, backends_worker):
+            assert seen == ["native of diffusers"] * 7 + ["native of tests"]
+            assert notes == [""] * 6
 
     def test_guidance(self):
         for rows in run_ranks(2, guidance_worker):
