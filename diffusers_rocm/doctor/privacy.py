@@ -16,7 +16,7 @@ PRIVATE = (
     (re.compile(r"\beyJ[\w-]{8,}\.[\w.-]+"), "HIDDEN"),  # a JSON web token
     (re.compile(r"(/home/|/Users/)[^/\s:;,'\"]+"), r"\1USER"),
 )
-_INSTEAD = re.compile(r"~|\b(?:USER|HOST|HIDDEN)\b")
+_INSTEAD = re.compile(r"~|(?:\b|(?<=_))(?:USER|HOST|HIDDEN)\b")
 
 
 def without_names(text: str) -> str:
@@ -32,7 +32,8 @@ def without_names(text: str) -> str:
     names = {name: "USER" for name in (user, os.environ.get("SUDO_USER", "")) if name != "root"}
     for name, instead in (names | {socket.gethostname(): "HOST"}).items():
         if name:
-            text = re.sub(rf"\b{re.escape(name)}\b", instead, text)
+            # torch puts its cache into /tmp/torchinductor_USER, and says so in the environment.
+            text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", instead, text)
     return text
 
 

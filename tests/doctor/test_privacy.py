@@ -30,6 +30,9 @@ def somebody(monkeypatch):
         ("hf_abcdefghijklmnop", "HIDDEN"),
         ("a=ghp_0123456789abcdefghij,b", "a=HIDDEN,b"),
         ("somebody on thatbox", "USER on HOST"),
+        ("/tmp/torchinductor_somebody", "/tmp/torchinductor_USER"),
+        ("/tmp/torchinductor_somebody2", "/tmp/torchinductor_somebody2"),
+        ("export MIOPEN_USER_DB_PATH=/var/db", "export MIOPEN_USER_DB_PATH=/var/db"),
         ("/usr/local/cuda/lib64:/opt/rocm", "/usr/local/cuda/lib64:/opt/rocm"),
     ],
 )
