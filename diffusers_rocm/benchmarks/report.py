@@ -30,7 +30,7 @@ def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> 
             f"{size.text} text tokens, {request.dtype}, random weights",
             ", ".join([where, environment["torch build"], *environment["collectives"], *versions, *settings]),
             f"milliseconds a step{' of two forwards' if request.guidance else ''}: median (least to most) of "
-            f"{request.repeats} in each of {request.rounds} round(s)",
+            f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}",
         ]
     )
 

@@ -40,6 +40,8 @@ ONE = "one rank"
 # What a missing exchange leaves is of the order of 1.
 BARS = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 0.15}
 LOSSY_BAR = 0.15
+# Of an output's distance from float32, over that of one rank: a part of the keys that is missing is seen by it.
+FLOAT32_BAR = 1.25
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class StepRequest:
     Attributes:
         meshes: `parse_mesh` reads them; all of as many ranks.
         guidance: a step is two forwards, with another text in the second.
+        in_float32: outputs are compared with float32, of which there must be room for the model on every rank.
         repeats: steps timed in a row; `rounds`: how often all rows are gone through, each time from another one on.
     """
 
@@ -59,11 +62,16 @@ class StepRequest:
     peers: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     guidance: bool = False
+    in_float32: bool = False
     dtype: str = "bfloat16"
     device: str | None = None
     warmup: int = 2
     repeats: int = 8
     rounds: int = 2
+
+    @property
+    def reference(self) -> str:
+        return "float32" if self.in_float32 else ONE
 
 
 def parse_mesh(text: str) -> dict[str, Any]:
@@ -99,7 +107,7 @@ class Row:
     """One way to run a step.
 
     Attributes:
-        distance: of its output from that of one rank in the first mode, relative L2.
+        distance: of its output from that of one rank in the first mode, or from that in float32, relative L2.
         note: why there are no times.
     """
 
@@ -139,7 +147,11 @@ class Clock:
 
 
 def measure_step(request: StepRequest, told: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """All rows; every rank calls it. `told` hears of each row when its last round is over."""
+    """All rows; every rank calls it. `told` hears of each row when its last round is over.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for the model in float32, which was asked for.
+    """
     device = init(request.device, timeout=timedelta(minutes=10))
     runner = _Runner(request, device)
     rows = [Row(name, mode) for mode in request.modes for name in (ONE, *request.meshes, *_peer_names(request))]
@@ -187,9 +199,14 @@ class _Runner:
         self._request, self._device, self._clock = request, device, Clock(device)
         self._known = KNOWN_MODELS[request.model]
         self._dtype = getattr(torch, request.dtype)
-        self._wanted: Tensor | None = None
         self._world = Axis.of_all()
         self._backends = _Backends()
+        self._wanted: Tensor | None = None
+        self._bars = dict.fromkeys(request.modes, BARS[self._dtype])
+        if request.in_float32:
+            with fail_together("make the model in float32", self._world):
+                self._wanted = self._in_float32()
+            self._free()
 
     @torch.no_grad()
     def run(self, row: Row) -> None:
@@ -224,6 +241,14 @@ class _Runner:
             graph.remove()
         model = step = graph = output = None
         self._free()
+
+    @torch.no_grad()
+    def _in_float32(self) -> Tensor:
+        """The same weights and inputs, all arithmetic in float32."""
+        model = build(self._known, self._request.config, self._device, self._dtype)
+        given = inputs(self._known, self._request.size, model, self._dtype)
+        wide = {name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in given.items()}
+        return self._step(model.float(), wide)()
 
     def _enabled(self, name: str, model: ModelMixin) -> ModelMixin:
         peer, _, mesh = name.rpartition(" ")
@@ -265,9 +290,11 @@ class _Runner:
             wanted = self._wanted.float()
             distance += (output.to(self._device).float() - wanted).norm() / wanted.norm()
         row.distance = broadcast_from_first(distance, self._world).item()
-        bar = LOSSY_BAR if any(word in row.name for word in COMMUNICATION) else BARS[self._dtype]
+        if self._request.in_float32 and row.name == ONE and self._dtype != torch.float32:
+            self._bars[row.mode] = FLOAT32_BAR * row.distance
+        bar = LOSSY_BAR if any(word in row.name for word in COMMUNICATION) else self._bars[row.mode]
         if not row.distance <= bar:
-            row.note = f"wrong: {row.distance:.1e} from {ONE}, more than {bar:.0e}"
+            row.note = f"wrong: {row.distance:.1e} from {self._request.reference}, more than {bar:.1e}"
 
     def _together(self) -> None:
         if self._world.size > 1:

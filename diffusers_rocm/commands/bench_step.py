@@ -52,6 +52,11 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--mode", nargs="+", choices=MODES, default=["eager"], help="each mesh in each of these")
     parser.add_argument("--compare", nargs="+", choices=PEERS, default=[], help="the same by others, where installed")
     parser.add_argument("--guidance", action="store_true", help="a step is two forwards")
+    parser.add_argument(
+        "--float32-reference",
+        action="store_true",
+        help="compare with float32: no row may be 1.25 times as far from it as one rank is",
+    )
     parser.add_argument("--warmup", type=int, default=2, help="steps before the times")
     parser.add_argument("--rounds", type=int, default=2, help="how often all rows are gone through")
     parser.add_argument("--chart", type=Path, help="also draw the rows, as a PNG")
@@ -82,6 +87,7 @@ def check(args: argparse.Namespace) -> StepRequest:
             "modes": tuple(args.mode),
             "peers": tuple(args.compare),
             "guidance": args.guidance,
+            "in_float32": args.float32_reference,
             "warmup": args.warmup,
             "rounds": args.rounds,
         }

@@ -26,6 +26,7 @@ from diffusers_rocm.benchmarks.comm import Collective, measure_comm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, inputs
 from diffusers_rocm.benchmarks.report import as_json, draw, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
+from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 
 from ..testing_utils import run_ranks, slow
@@ -116,6 +117,13 @@ def broken_worker() -> tuple[list[tuple], str]:
     return as_rows(rows), table(rows)
 
 
+def part_worker(in_float32: bool) -> list[tuple]:
+    """A ring that forgets the second half of the keys."""
+    shortened = {"config": {**SMALL["flux"], "num_layers": 1, "num_single_layers": 1}, "dtype": "bfloat16"}
+    with mock.patch.object(attention_parallel, "merge", lambda out, lse, *args, **kwargs: (out, lse)):
+        return as_rows(measure_step(request("ring=2", "tp=2", in_float32=in_float32, **shortened)))
+
+
 def comm_worker(mesh: str) -> list[Collective]:
     return measure_comm(request(mesh))
 
@@ -182,7 +190,15 @@ class TestBenchStep(unittest.TestCase):
         for rows, shown in run_ranks(2, broken_worker):
             assert rows[0][4] == "" and rows[1][4].startswith("wrong: "), rows
             line = next(line for line in shown.splitlines() if line.startswith("tp=2"))
-            assert re.fullmatch(r"tp=2 +eager +wrong: \S+ from one rank, more than 1e-04", line), shown
+            assert re.fullmatch(r"tp=2 +eager +wrong: \S+ from one rank, more than 1.0e-04", line), shown
+
+    def test_a_part_of_the_keys_that_is_missing(self):
+        """Is seen by float32, and may be less than what whole models in bfloat16 are allowed."""
+        for rows in run_ranks(2, part_worker, True):
+            assert rows[1][4].startswith("wrong: ") and "from float32" in rows[1][4], rows
+            assert rows[0][4] == rows[2][4] == "" and 0 < rows[2][3] < 1.25 * rows[0][3], rows
+        for rows in run_ranks(2, part_worker, False):
+            assert [row[4] for row in rows] == [""] * 3, rows
 
     @parameterized.expand([("tp=2",), ("ulysses=2",)])
     def test_comm(self, mesh):

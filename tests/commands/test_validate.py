@@ -13,11 +13,14 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
+import torch
 from parameterized import parameterized
 
 from diffusers_rocm import commands
 from diffusers_rocm.commands import validate
 from diffusers_rocm.commands.validate import JSON, Step
+from diffusers_rocm.models import attention_heads
+from diffusers_rocm.models.attention_heads import Busy
 
 from ..testing_utils import slow
 
@@ -98,6 +101,18 @@ class TestValidate(unittest.TestCase):
         found = validate.meshes(4)
         assert len(found) == len(set(found)) == 7 and "ring=2,ulysses=2" in found and "ulysses=2,tp=2" in found
 
+    @parameterized.expand([(2,), (4,), (8,)])
+    def test_a_ring_of_gpus_hops(self, gpus):
+        """In one of the steps, on the largest of GPUs; and what comes of it is compared with float32."""
+        request = validate.ValidateRequest(gpus, True, self.out)
+        step = next(step for step in validate.steps(request, False) if step.title.startswith("Tensors of flux"))
+        assert "--float32-reference" in step.arguments and f"ring={gpus}" in step.arguments
+        side = int(step.arguments[step.arguments.index("--resolution") + 1])
+        tokens = (side // 16) ** 2 // gpus
+        with mock.patch.object(attention_heads, "_busy", lambda _: Busy.of_gpu(304)):
+            assert attention_heads.hides_a_hop(24 * tokens, tokens, torch.device("cuda"))
+            assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, torch.device("cuda"))
+
     @parameterized.expand(
         [
             (("--gpus", "0"), "--gpus must be at least 1; got 0"),
@@ -116,8 +131,10 @@ class TestValidate(unittest.TestCase):
         code, printed, steps, page = self.validate("--quick")
         assert code == 0 and len(steps) == 4, printed + page
         pictures, tensors = (step["results"]["rows"] for step in steps[2:])
-        assert len(pictures) == 4 and all(row["distance"] < 1e-3 for row in pictures)
-        assert len(tensors) == 5 and all(row["distance"] < 1e-4 and not row["note"] for row in tensors)
+        meshes = len(validate.meshes(2))
+        assert len(pictures) == 1 + meshes and all(row["distance"] < 1e-3 for row in pictures)
+        assert len(tensors) == 1 + meshes + 3 and not any(row["note"] for row in tensors)
+        assert all((row["distance"] < 1e-4) == ("int8" not in row["name"]) for row in tensors)
 
 
 if __name__ == "__main__":
