@@ -11,7 +11,7 @@ import time
 import traceback
 import unittest
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+from diffusers_rocm.models import attention_heads
 
 
 def slow(test):
@@ -172,6 +174,12 @@ class RankPool:
         return answers, failures
 
 
+@torch.compiler.assume_constant_result
+def _as_on_a_cpu(device_type: str) -> attention_heads.Busy:
+    """So that accelerators hop round a ring with the few tokens of a test, which they would gather."""
+    return attention_heads.OF_CPU
+
+
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -193,7 +201,8 @@ def _serve(connection: Connection) -> None:
                     backends = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
                     dist.init_process_group(backends, timeout=timedelta(seconds=60), **group)
             connected = True
-            answer = (True, function(*args))
+            with mock.patch.object(attention_heads, "_busy", _as_on_a_cpu) if device != "cpu" else nullcontext():
+                answer = (True, function(*args))
         except BaseException:
             answer = (False, (str if connected else _NotConnected)(traceback.format_exc()))
         finally:

@@ -262,6 +262,7 @@ TABLES = {
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "step_flux_2048_p2p_off": lambda: steps("step_flux_2048_2xh100_p2p_off"),
+    "step_flux_65k": lambda: steps("step_flux_65k_2xh100"),
     "step_flux_65k_p2p_off": lambda: steps("step_flux_65k_2xh100_p2p_off"),
     "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
