@@ -8,7 +8,7 @@ here = Path(__file__).parent
 version = re.search(r'__version__ = "([^"]+)"', (here / "diffusers_rocm" / "__init__.py").read_text()).group(1)
 
 video = ["imageio", "imageio-ffmpeg", "ftfy"]
-quantization = ["torchao>=0.15", "peft"]
+quantization = ["torchao>=0.16", "peft"]
 bench = ["matplotlib"]
 
 extras = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import default_device_type
@@ -137,6 +138,7 @@ def mesh_axes(degrees: Mapping[str, int], mesh: DeviceMesh | None = None) -> Axe
     Raises:
         ValueError: no process group, or degrees that do not make the number of ranks.
     """
+    forget_former_groups()
     if mesh is not None:
         names = tuple(name for name in mesh.mesh_dim_names if name in degrees)
         return Axes.of_mesh(mesh if names == mesh.mesh_dim_names else mesh[names])
@@ -151,9 +153,6 @@ def mesh_axes(degrees: Mapping[str, int], mesh: DeviceMesh | None = None) -> Axe
         )
     resolved = resolve_degrees(degrees, dist.get_world_size())
     shape = tuple(resolved.values())
-    if _world[0] is not dist.group.WORLD:
-        _meshes.clear()
-        _world[0] = dist.group.WORLD
     if shape not in _meshes:
         names = tuple(name for name in AXES if resolved[name] > 1)
         if not names:
@@ -163,6 +162,18 @@ def mesh_axes(degrees: Mapping[str, int], mesh: DeviceMesh | None = None) -> Axe
         for name in names:
             _use_default_timeout(_meshes[shape][name])
     return Axes.of_mesh(_meshes[shape])
+
+
+def forget_former_groups() -> None:
+    """Meshes of a process group that is gone have none to send by."""
+    world = dist.group.WORLD if dist.is_available() else None
+    if _world[0] is world:
+        return
+    _meshes.clear()
+    _world[0] = world
+    # torch 2.9 gives a mesh the joined axes of any earlier one that was equal.
+    for table in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):
+        getattr(getattr(device_mesh, "_mesh_resources", None), table, {}).clear()
 
 
 def check_mesh(mesh: DeviceMesh, wanted: tuple[str, ...]) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ..distributed.quantized import is_plain
 from ..models.plans import get_tensor_parallel_plan
 from ..models.plans.plan import TensorParallelPlan, match
 from .group_offload import is_offloaded
-from .tensor_parallel import base_layer
+from .tensor_parallel import base_layer, become
 from .tensor_parallel_layers import ModulationLinear, ShardedModulationLinear
 
 
@@ -43,7 +43,7 @@ class StepModulation:
         self._activated, self._linears = plan.activated, linears
         for linear in linears:
             if not isinstance(linear, ModulationLinear):
-                linear.__class__ = ModulationLinear
+                become(linear, ModulationLinear)
         path = next(path for path, module in model.named_modules() if module is linears[0]).split(".")
         self._around = [model.get_submodule(".".join(path[:count])) for count in range(len(path) + 1)]
         self._axis, self._context = axes.model, axes.context
@@ -83,7 +83,7 @@ class StepModulation:
             hook.remove()
         for linear in self._linears:
             if type(linear) is ModulationLinear:
-                linear.__class__ = nn.Linear
+                become(linear, nn.Linear)
         del self.source.modulation_order
 
     def follow(self, source: nn.Module) -> None:

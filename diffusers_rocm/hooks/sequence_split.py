@@ -18,6 +18,17 @@ from ..models.plans.context_plan import ByTokens, ContextParallelPlan
 from .stand_in import stands_in_for
 
 
+def _choose(asked: Kernel | str | None, q: Tensor, mask: Tensor | None, needs_lse: bool) -> Kernel:
+    if not isinstance(asked, Kernel):
+        return choose_kernel(q, mask, asked)
+    if needs_lse and not asked.gives_lse:
+        raise ValueError(
+            f"attention backend {asked.name!r} gives no log-sum-exp, by which a ring merges its parts; use "
+            'rotate_method="allgather", ulysses_degree, or set_attention_backend("native")'
+        )
+    return asked
+
+
 class SequenceSplit:
     """What the hooks and the attention of one model share: the axes, and the lengths of the forward that runs.
 
@@ -152,17 +163,7 @@ class SequenceSplit:
     ) -> Tensor:
         """Attention [B, S, H, D] of this rank's queries to the keys of all ranks; the fastest kernel if not given."""
         self.reached = True
-
-        def choose(q: Tensor, mask: Tensor | None, needs_lse: bool) -> Kernel:
-            if not isinstance(kernel, Kernel):
-                return choose_kernel(q, mask, kernel)
-            if needs_lse and not kernel.gives_lse:
-                raise ValueError(
-                    f"attention backend {kernel.name!r} gives no log-sum-exp, by which a ring merges its parts; use "
-                    'rotate_method="allgather", ulysses_degree, or set_attention_backend("native")'
-                )
-            return kernel
-
+        choose = functools.partial(_choose, kernel)
         if self.keys_are_whole:
             self.keys_are_whole = False
             out, _ = choose(q, mask, False)(q, k, v, mask, scale, is_causal)

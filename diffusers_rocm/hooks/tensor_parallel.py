@@ -268,7 +268,7 @@ def shard_modules(placements: list[Placement], axis: Axis, source: Axis | None =
             module.out_features, module.in_features = module.weight.shape
         if style.becomes is not None:
             sharded = style.becomes if isinstance(style.becomes, type) else style.becomes(type(module))
-            _become(module, sharded)
+            become(module, sharded)
         of_module = placement.shards, shapes, requires_grad, attributes, placement.local, of_parts
         module.sharding = layers.Sharding(axis, *of_module)
 
@@ -285,7 +285,7 @@ def unshard_modules(model: nn.Module) -> None:
         for name, value in sharding.attributes.items():
             if name != "__class__":
                 setattr(module, name, value)
-        _become(module, sharding.attributes["__class__"])
+        become(module, sharding.attributes["__class__"])
         del module.sharding
 
 
@@ -378,7 +378,7 @@ def adopt_fused_projection(attention: nn.Module, fused: str, parts: tuple[str, .
     module.sharding = layers.Sharding(axis, shards, shapes, requires_grad, attributes)
 
 
-def _become(module: nn.Module, cls: type[nn.Module]) -> None:
+def become(module: nn.Module, cls: type[nn.Module]) -> None:
     """Give the module another class, also where hooks of diffusers or accelerate hold on to the forward it had."""
     found = type(module).forward
     module.__class__ = cls

@@ -62,10 +62,14 @@ def offloaded_after_worker(config: BaseModelTesterConfig, degrees: dict[str, int
     model.enable_parallelism(config=ParallelConfig(**degrees))
     offload(model, level, folder)
     errors, messages = [relative_l2(config.get_output(model, inputs), wanted) for _ in range(2)], {}
+    left = strangers(model)
     if "tp" in degrees:
         messages["whole"] = message_of(model.disable_parallelism)
         messages["saved"] = message_of(model.save_pretrained, folder)
-    return {"errors": errors, "strangers": strangers(model), "messages": messages}
+    else:
+        model.disable_parallelism()
+        errors.append(relative_l2(config.get_output(model, inputs), wanted))
+    return {"errors": errors, "strangers": left, "messages": messages}
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from ..models.transformers.test_models_transformer_wan import WanTransformerTest
 from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
 
 
-torchao = pytest.importorskip("torchao", minversion="0.15.0")
+torchao = pytest.importorskip("torchao", minversion="0.16.0")
 
 from torchao.quantization import (  # noqa: E402
     Float8WeightOnlyConfig,

@@ -19,6 +19,7 @@ from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
 import diffusers_rocm
+from diffusers_rocm.distributed.mesh import forget_former_groups
 
 from ..testing_utils import relative_l2, run_ranks
 from .test_attention_dispatch import reference
@@ -43,6 +44,7 @@ def ring_worker(registered: bool, ring: int, ulysses: int, options: dict) -> flo
     try:
         config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **options)
         parallel = ParallelConfig(context_parallel_config=config)
+        forget_former_groups()
         mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
         parallel.setup(dist.get_rank(), ring * ulysses, torch.device("cpu"), mesh=mesh)
         whole = [randn(2, 8, 3 if ulysses == 1 else 4, 16, seed=seed) for seed in (1, 2, 3)]

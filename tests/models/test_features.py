@@ -10,7 +10,7 @@ from packaging.version import Version
 from parameterized import parameterized
 
 
-pytest.importorskip("torchao", minversion="0.15.0")
+pytest.importorskip("torchao", minversion="0.16.0")
 pytest.importorskip("peft")
 
 from ..testing_utils import slow  # noqa: E402
