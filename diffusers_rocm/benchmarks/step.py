@@ -153,14 +153,15 @@ def measure_step(request: StepRequest, told: Callable[[Row], None] = lambda row:
         torch.OutOfMemoryError: there is no room for the model in float32, which was asked for.
     """
     device = init(request.device, timeout=timedelta(minutes=10))
-    runner = _Runner(request, device)
+    runner, backends = _Runner(request, device), _Backends()
     rows = [Row(name, mode) for mode in request.modes for name in (ONE, *request.meshes, *_peer_names(request))]
     for turn in range(request.rounds):
         start = turn * len(rows) // request.rounds
         # One rank is the first of the first round: the others' outputs are compared with its.
         for row in rows[start:] + rows[:start]:
             if not row.note:
-                runner.run(row)
+                with backends.of("cache-dit" if row.name.startswith("cache-dit") else "all others"):
+                    runner.run(row)
             if turn == request.rounds - 1:
                 told(row)
     return rows
@@ -182,16 +183,22 @@ class _Backends:
         self._active = _AttentionBackendRegistry.get_active_backend()[0]
         self._first = [table.copy() for table in self._tables]
         self._of: dict[str, list[dict | set]] = {}
-        self._peer = ""
 
-    def switch_to(self, peer: str) -> None:
-        """As that peer left it, with the backend active that was at first: to set a model's sets it for all."""
-        self._of[self._peer] = [table.copy() for table in self._tables]
-        for table, kept in zip(self._tables, self._of.get(peer, self._first), strict=True):
+    @contextlib.contextmanager
+    def of(self, peer: str) -> Iterator[None]:
+        """As that peer left it; afterwards as it was at first, and so is the active one, which peers set for all."""
+        self._put(self._of.get(peer, self._first))
+        try:
+            yield
+        finally:
+            self._of[peer] = [table.copy() for table in self._tables]
+            self._put(self._first)
+            _AttentionBackendRegistry.set_active_backend(self._active)
+
+    def _put(self, tables: list[dict | set]) -> None:
+        for table, kept in zip(self._tables, tables, strict=True):
             table.clear()
             table.update(kept)
-        _AttentionBackendRegistry.set_active_backend(self._active)
-        self._peer = peer
 
 
 class _Runner:
@@ -200,7 +207,6 @@ class _Runner:
         self._known = KNOWN_MODELS[request.model]
         self._dtype = getattr(torch, request.dtype)
         self._world = Axis.of_all()
-        self._backends = _Backends()
         self._wanted: Tensor | None = None
         self._bars = dict.fromkeys(request.modes, BARS[self._dtype])
         if request.in_float32:
@@ -215,7 +221,6 @@ class _Runner:
         alone = row.name == "device-map"  # one process that has all GPUs
         here = not alone or self._world.rank == 0
         step = graph = output = None
-        self._backends.switch_to("cache-dit" if row.name.startswith("cache-dit") else "diffusers")
         with _noted(row, self._world):
             if here:
                 model = build(self._known, self._request.config, self._device, self._dtype)
