@@ -214,14 +214,14 @@ def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dt
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise ValueError(f"{known.cls} cannot be had with {config}: {error}") from error
     model.eval()
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = kept_in_float32(model)
     generator = torch.Generator(device=device).manual_seed(0)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            full = kept & set(f"{path}.{name}".split("."))
-            x = torch.empty(parameter.shape, dtype=torch.float32 if full else dtype, device=device)
+            kept_dtype = torch.float32 if f"{path}.{name}".removeprefix(".") in kept else dtype
+            x = torch.empty(parameter.shape, dtype=kept_dtype, device=device)
             if x.ndim > 1:
                 x.normal_(0, 0.02, generator=generator)
             elif "norm" in path and name == "weight":
@@ -232,6 +232,12 @@ def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dt
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     return model
+
+
+def kept_in_float32(model: ModelMixin) -> set[str]:
+    """Names of the parameters that `from_pretrained` leaves in float32, whatever dtype it is asked for."""
+    parts = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return {name for name, _ in model.named_parameters() if parts & set(name.split("."))}
 
 
 def inputs(known: KnownModel, size: Size, model: ModelMixin, dtype: torch.dtype) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ..benchmarks.collective_calls import collective_calls
-from ..benchmarks.known_models import KnownModel, Size, inputs
+from ..benchmarks.known_models import KnownModel, Size, inputs, kept_in_float32
 from ..distributed.mesh import AXES
 from ..models import attention_heads, modeling_utils
 from ..models._modeling_parallel import ParallelConfig
@@ -182,11 +182,10 @@ def _build(known: KnownModel, config: Mapping[str, Any], dtype: torch.dtype) -> 
             model = getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
         except Exception as error:  # classes check little of their configs
             raise cannot_be_had(known.cls, config, error) from error
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and kept & {*path.split("."), name}:
-                module._parameters[name] = nn.Parameter(parameter.float(), requires_grad=False)
+    for name in kept_in_float32(model):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        module._parameters[attribute] = nn.Parameter(module._parameters[attribute].float(), requires_grad=False)
     return model.requires_grad_(False)
 
 
