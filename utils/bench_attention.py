@@ -21,7 +21,8 @@ import diffusers_rocm
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.distributed.beside import pass_on
-from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
+from diffusers_rocm.models.attention_dispatch import choose_kernel
+from diffusers_rocm.models.attention_kernels import KERNELS
 from diffusers_rocm.models.attention_parallel import Layout, attention
 
 

@@ -27,7 +27,8 @@ from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.mesh import AXES, resolve_degrees
 from ..hooks.step_graph import WARM_UP, StepGraph
 from ..models._modeling_parallel import ParallelConfig
-from ..models.attention_dispatch import platform_of, preference
+from ..models.attention_dispatch import preference
+from ..models.attention_kernels import platform_of
 from ..pipelines.peaks import device_peak
 from .known_models import KNOWN_MODELS, Size, build, inputs
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from diffusers_rocm.models.attention_dispatch import KERNELS, Kernel, platform_of
+from diffusers_rocm.models.attention_kernels import KERNELS, Kernel, platform_of
 
 
 HALF_OUT, HALF_LSE = 1e-2, 2e-2

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..distributed.collectives import copy_to_axis, gather_from_axis
 from ..distributed.mesh import Axes
-from ..models.attention_dispatch import Kernel, choose_kernel
+from ..models.attention_dispatch import choose_kernel
+from ..models.attention_kernels import Kernel
 from ..models.attention_parallel import Layout, attention, attention_after_whole_keys, attention_of_whole_queries
 from ..models.plans.context_plan import ByTokens, ContextParallelPlan
 from .stand_in import stands_in_for

@@ -17,7 +17,7 @@ from ..distributed.beside import begin_exchange
 from ..distributed.collectives import exchange, exchange_in_group
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
 from ..distributed.sharding import Block
-from .attention_dispatch import KERNELS
+from .attention_kernels import KERNELS
 
 
 @dataclass(frozen=True)

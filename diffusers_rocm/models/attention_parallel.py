@@ -24,7 +24,6 @@ from ..distributed.collectives import (
 )
 from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
 from ..distributed.sharding import Block
-from .attention_dispatch import KERNELS, Kernel, needs_grad
 from .attention_heads import (
     attention_in_groups,
     for_queries,
@@ -34,6 +33,7 @@ from .attention_heads import (
     scatter_heads,
     tokens_first,
 )
+from .attention_kernels import KERNELS, Kernel, needs_grad
 from .attention_merge import merge
 
 

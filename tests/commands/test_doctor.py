@@ -22,7 +22,7 @@ from diffusers_rocm import commands
 from diffusers_rocm.commands import doctor
 from diffusers_rocm.doctor import kernel_work, privacy, work
 from diffusers_rocm.doctor.machine import Machine
-from diffusers_rocm.models.attention_dispatch import KERNELS
+from diffusers_rocm.models.attention_kernels import KERNELS
 
 from ..doctor import faulty
 from ..doctor.machines import CPU, CUDA, machine, radeons

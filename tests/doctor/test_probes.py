@@ -8,7 +8,7 @@ import torch
 from diffusers_rocm.doctor import kernel_work, probes, work
 from diffusers_rocm.doctor.children import Outcome, run_ranks
 from diffusers_rocm.doctor.finding import OK, PROBLEM, SKIPPED, WARNING
-from diffusers_rocm.models.attention_dispatch import KERNELS, Kernel, _math
+from diffusers_rocm.models.attention_kernels import KERNELS, Kernel, _math
 
 from . import faulty
 from .machines import CPU

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 
-from diffusers_rocm.models.attention_dispatch import KERNELS
+from diffusers_rocm.models.attention_kernels import KERNELS
 from diffusers_rocm.models.attention_merge import merge
 
 from ..testing_utils import relative_l2

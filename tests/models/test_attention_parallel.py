@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.models import attention_heads, attention_parallel
-from diffusers_rocm.models.attention_dispatch import KERNELS, choose_kernel
+from diffusers_rocm.models.attention_dispatch import choose_kernel
 from diffusers_rocm.models.attention_heads import Busy
+from diffusers_rocm.models.attention_kernels import KERNELS
 from diffusers_rocm.models.attention_parallel import Layout, attention, attention_after_whole_keys
 
 from ..testing_utils import message_of, relative_l2, run_ranks
