@@ -197,9 +197,15 @@ KNOWN_MODELS = {
 }
 
 
+_NORMS_OF_ATTENTION = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
+
 @torch.no_grad()
 def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> ModelMixin:
     """The model with random weights that are equal on every rank, made on the device itself.
+
+    Weights keep the scale of what goes through them, and queries find some keys and not others: where attention is
+    nearly even, its output is nearly nothing, and nobody sees that half of the keys are missing.
 
     Args:
         config: what is to differ from the published model.
@@ -223,9 +229,9 @@ def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dt
             kept_dtype = torch.float32 if f"{path}.{name}".removeprefix(".") in kept else dtype
             x = torch.empty(parameter.shape, dtype=kept_dtype, device=device)
             if x.ndim > 1:
-                x.normal_(0, 0.02, generator=generator)
+                x.normal_(0, x[0].numel() ** -0.5, generator=generator)
             elif "norm" in path and name == "weight":
-                x.fill_(1)
+                x.fill_(2 if path.endswith(_NORMS_OF_ATTENTION) else 1)
             else:
                 x.normal_(0, 0.01, generator=generator)
             module._parameters[name] = nn.Parameter(x, requires_grad=False)

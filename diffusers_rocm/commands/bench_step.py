@@ -55,7 +55,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--float32-reference",
         action="store_true",
-        help="compare with float32: no row may be 1.25 times as far from it as one rank is",
+        help="compare with float32: no row may be 1.25 times as far from it as one rank is, or 1.5 times in int8",
     )
     parser.add_argument("--warmup", type=int, default=2, help="steps before the times")
     parser.add_argument("--rounds", type=int, default=2, help="how often all rows are gone through")
