@@ -197,6 +197,15 @@ KNOWN_MODELS = {
 }
 
 
+def made(known: KnownModel, config: Mapping[str, Any]) -> ModelMixin:
+    """The model without its weights. Raises ValueError where its class does not take such a config."""
+    try:
+        with init_empty_weights(include_buffers=False):
+            return getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ValueError(f"{known.cls} cannot be had with {config}: {error}") from error
+
+
 _NORMS_OF_ATTENTION = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
@@ -213,13 +222,7 @@ def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dt
     Raises:
         ValueError: a config that its class does not take.
     """
-    cls = getattr(diffusers, known.cls)
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = cls(**{**known.config, **config})
-    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ValueError(f"{known.cls} cannot be had with {config}: {error}") from error
-    model.eval()
+    model = made(known, config)
     kept = kept_in_float32(model)
     generator = torch.Generator(device=device).manual_seed(0)
     for path, module in model.named_modules():

@@ -1,6 +1,7 @@
 """What was measured, as a table to read, as JSON to keep, and as bars to look at."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -83,7 +84,7 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
 
     timed = [(row, speedup) for row, speedup in zip(rows, speedups(rows), strict=True) if not row.note]
     modes = list(dict.fromkeys(row.mode for row, _ in timed))
-    figure = Figure(figsize=(8, 0.4 * len(timed) + 1.6), layout="constrained")
+    figure = Figure(figsize=(8, 0.4 * len(timed) + 2.2), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(
         [f"{row.name}, {row.mode}" for row, _ in timed],
@@ -94,5 +95,5 @@ def draw(rows: Sequence[Row], title: str, file: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.3)
     axes.set_xlabel("milliseconds a step")
-    axes.set_title(title, fontsize="small")
+    axes.set_title("\n".join(textwrap.fill(line, 100) for line in title.splitlines()), fontsize="x-small")
     figure.savefig(file, dpi=150)

@@ -24,7 +24,7 @@ from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.compression import COMMUNICATION, EXACT
-from ..distributed.mesh import AXES, resolve_degrees
+from ..distributed.mesh import AXES
 from ..hooks.step_graph import WARM_UP, StepGraph
 from ..models._modeling_parallel import ParallelConfig
 from ..models.attention_dispatch import preference
@@ -84,9 +84,11 @@ def parse_mesh(text: str) -> dict[str, Any]:
         ValueError: neither an axis with its degree, nor a way of sending, nor a way round the ring; an axis twice.
     """
     found: dict[str, Any] = {}
-    for word in map(str.strip, text.split(",")):
-        name, _, degree = word.partition("=")
-        if name in found:
+    words = [word.strip() for word in text.split(",")]
+    names = [word.partition("=")[0] for word in words]
+    for word, name in zip(words, names, strict=True):
+        degree = word.partition("=")[2]
+        if names.count(name) > 1:
             raise ValueError(f"--mesh {text} names {name} twice")
         if name in AXES and name != "dp" and degree.isdecimal() and int(degree) > 0:
             found[name] = int(degree)
@@ -96,8 +98,10 @@ def parse_mesh(text: str) -> dict[str, Any]:
             found["rotate_method"] = word
         else:
             axes = ", ".join(f"{axis}=N" for axis in AXES if axis != "dp")
-            words = ", ".join(["allgather", *(each for each in COMMUNICATION if each != EXACT)])
-            raise ValueError(f"--mesh {text}: {word!r} is none of {axes}, {words}")
+            ways = ", ".join(["allgather", *(each for each in COMMUNICATION if each != EXACT)])
+            raise ValueError(f"--mesh {text}: {word!r} is none of {axes}, {ways}")
+    if found.get("cfg", 1) > 2:
+        raise ValueError(f"--mesh {text}: guidance is of two forwards, and cfg of one rank or two")
     return found
 
 
@@ -384,8 +388,7 @@ def check_meshes(meshes: tuple[str, ...]) -> int:
         ValueError: they differ.
     """
     counts = {mesh: ranks_of(mesh) for mesh in meshes}
-    world = max(counts.values())
-    for mesh, count in counts.items():
-        if count != world:
-            resolve_degrees({name: x for name, x in parse_mesh(mesh).items() if name in AXES}, world)
-    return world
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{mesh} is of {count}" for mesh, count in counts.items())
+        raise ValueError(f"the meshes of one run are of as many ranks, and {shown}")
+    return next(iter(counts.values()))

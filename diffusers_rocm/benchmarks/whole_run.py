@@ -94,7 +94,7 @@ def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.
         stages.begin("encode")
         result = pipe(
             prompt=request.prompts[0],
-            generator=torch.Generator().manual_seed(0),
+            generator=torch.Generator().manual_seed(request.seeds[0] if request.seeds else 0),
             output_type="np" if decodes else "latent",
             **call_arguments(type(pipe), request),
         )

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from ..distributed.launching import under_torchrun
@@ -12,8 +14,13 @@ from . import bench, doctor, env, generate, plan, validate
 from .ranks import set_up_logging
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.splitlines())}; --help tells what there is\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
+    parser = _Parser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (generate, plan, bench, doctor, validate, env):
@@ -38,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("diffusers-rocm:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 2
     try:
-        return args.run(request, args, sys.argv[1:] if argv is None else list(argv))
+        code = args.run(request, args, sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would raise again at exit
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("diffusers-rocm: stopped by SIGINT", file=sys.stderr)
         return 130

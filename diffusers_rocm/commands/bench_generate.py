@@ -38,9 +38,7 @@ def check(args: argparse.Namespace) -> RunsRequest:
         raise ValueError("bench generate takes its meshes from --mesh: --mesh tp=2, say")
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
-    if len(args.prompt) > 1 or args.prompts_file is not None:
-        raise ValueError("bench generate makes one picture: give one --prompt, or none")
-    args.prompt = args.prompt or ["a red bicycle"]
+    args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     bench_step.check_json(args.json)
     world = check_meshes(tuple(args.mesh))
     for mesh in args.mesh:
@@ -52,6 +50,7 @@ def check(args: argparse.Namespace) -> RunsRequest:
         setattr(args, name, 1)
     args.dp = world
     request = generate.check_request(args)
+    generate.check_one_picture(request, "bench generate")
     return RunsRequest(request, tuple(args.mesh), args.repeats)
 
 

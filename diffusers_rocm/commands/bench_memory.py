@@ -34,14 +34,13 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     """Raises ValueError."""
     check_nodes(args)
     check_json(args.json)
-    if args.prompts_file is not None or len(args.prompt) > 1:
-        raise ValueError("bench memory makes one picture: give one --prompt, or none")
-    args.prompt = args.prompt or ["a red bicycle"]
+    args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
     if writes:
         check_writable(Path(args.model))
         write_flux_configs(Path(args.model))
     request = generate.check_request(args)  # it writes no picture
+    generate.check_one_picture(request, "bench memory")
     if writes:
         print(f"random weights are in {args.model}, or are written there now", file=sys.stderr)
         write_random_flux(Path(args.model))

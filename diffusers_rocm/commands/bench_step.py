@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import psutil
 import torch
+from diffusers import ModelMixin
 
-from ..benchmarks.known_models import KNOWN_MODELS
+from ..benchmarks.known_models import KNOWN_MODELS, made
 from ..benchmarks.report import as_json, draw, header, table
 from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
 from ..distributed import is_first_rank
@@ -29,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, help="of a video; default: what the model is for")
     parser.add_argument("--text", type=int, help="text tokens")
     parser.add_argument(
-        "--config", nargs="+", default=[], metavar="NAME=VALUE", help="change the model: num_layers=2, say"
+        "--config",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change the model: num_layers=2, say",
     )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; float32 on a CPU"
@@ -46,11 +53,13 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--mesh",
         nargs="+",
+        action="extend",
         default=[],
         help="tp=4 ring=2,ulysses=2 tp=4,int8 ...; default: all GPUs by each of tp, ulysses and ring",
     )
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=["eager"], help="each mesh in each of these")
-    parser.add_argument("--compare", nargs="+", choices=PEERS, default=[], help="the same by others, where installed")
+    several = {"nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--mode", choices=MODES, help="each mesh in each of these; default: eager", **several)
+    parser.add_argument("--compare", choices=PEERS, help="the same by others, where installed", **several)
     parser.add_argument("--guidance", action="store_true", help="a step is two forwards")
     parser.add_argument(
         "--float32-reference",
@@ -71,8 +80,11 @@ def check(args: argparse.Namespace) -> StepRequest:
             raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
     if any("graph" in mode for mode in args.mode) and not on_gpus(args):
         raise ValueError("--mode graph needs a GPU")
-    if "device-map" in args.compare and not on_gpus(args):
-        raise ValueError("--compare device-map spreads layers over GPUs, and there are none")
+    for peer in args.compare:
+        if peer != "cache-dit" and not on_gpus(args):
+            raise ValueError(f"--compare {peer} needs GPUs, and there are none")
+    if "cache-dit" in args.compare and importlib.util.find_spec("cache_dit") is None:
+        raise ValueError("--compare cache-dit needs it installed: pip install cache-dit")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
     if args.chart is not None:
@@ -84,8 +96,8 @@ def check(args: argparse.Namespace) -> StepRequest:
     return StepRequest(
         **vars(request)
         | {
-            "modes": tuple(args.mode),
-            "peers": tuple(args.compare),
+            "modes": tuple(dict.fromkeys(args.mode)) or ("eager",),
+            "peers": tuple(dict.fromkeys(args.compare)),
             "guidance": args.guidance,
             "in_float32": args.float32_reference,
             "warmup": args.warmup,
@@ -104,7 +116,11 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     if not hasattr(diffusers, known.cls):
         raise ValueError(f"diffusers {diffusers.__version__} has no {known.cls}")
     size = known.sized(args.resolution, args.frames, args.text)
+    config = dict(map(_setting, args.config))
+    dtype = args.dtype or ("bfloat16" if on_gpus(args) else "float32")
+    meshes = list(dict.fromkeys(meshes))
     world = check_meshes(tuple(meshes))
+    _check_memory(made(known, config), getattr(torch, dtype), world, on_gpus(args))
     if under_torchrun() and world != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--mesh {meshes[0]} is of {world} rank(s), and torchrun started another number")
     if not under_torchrun():
@@ -114,11 +130,21 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
         model=args.model,
         meshes=tuple(meshes),
         size=size,
-        config=dict(map(_setting, args.config)),
-        dtype=args.dtype or ("bfloat16" if on_gpus(args) else "float32"),
+        config=config,
+        dtype=dtype,
         device=args.device,
         repeats=args.repeats,
     )
+
+
+def _check_memory(model: ModelMixin, dtype: torch.dtype, world: int, has_gpus: bool) -> None:
+    """Raises ValueError where ranks on a CPU, each of which makes all of the model at first, would end the machine."""
+    bytes_of_one, there = sum(x.numel() for x in model.parameters()) * dtype.itemsize, psutil.virtual_memory().total
+    if not has_gpus and world * bytes_of_one > there:
+        raise ValueError(
+            f"{world} ranks of {bytes_of_one / 1e9:.1f} GB each, and this machine has {there / 1e9:.1f}: make the "
+            "model smaller, by --config num_layers=1, say"
+        )
 
 
 def check_json(file: Path | None) -> None:
@@ -168,7 +194,7 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
             command = command_line(argv)
             args.json.write_text(json.dumps(as_json(request, rows, environment, command), indent=1) + "\n")
         if args.chart is not None:
-            draw(rows, heading.splitlines()[0], args.chart)
+            draw(rows, heading, args.chart)
     ours = (ONE, *request.meshes)
     return 1 if any(row.note.startswith("wrong") or row.note and row.name in ours for row in rows) else 0
 

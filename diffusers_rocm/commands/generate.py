@@ -165,6 +165,15 @@ def read_seeds(args: argparse.Namespace) -> tuple[int, ...]:
     return seeds
 
 
+def check_one_picture(request: GenerationRequest, command: str) -> None:
+    """Raises ValueError where it is of more than one."""
+    count = len(request.prompts) * max(len(request.seeds), request.num_images_per_prompt)
+    if count > 1:
+        raise ValueError(
+            f"{command} makes one picture, and {count} are asked for: give one prompt and one seed, or none"
+        )
+
+
 def read_text_encoders(words: list[str], folder: ModelFolder) -> str | dict[str, str]:
     """One mode for all, or that of each by its name. Raises ValueError."""
     pairs = [word.split("=", 1) for word in words]

@@ -84,6 +84,7 @@ class StepModulation:
         for linear in self._linears:
             if type(linear) is ModulationLinear:
                 become(linear, nn.Linear)
+            vars(linear).pop("ready", None)
         del self.source.modulation_order
 
     def follow(self, source: nn.Module) -> None:

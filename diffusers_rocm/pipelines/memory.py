@@ -31,7 +31,7 @@ def measure_memory(request: GenerationRequest) -> dict[str, Any]:
     decodes = request.vae != "first-rank" or axes.replica.rank == 0
     pipe(
         prompt=request.prompts[0],
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(request.seeds[0] if request.seeds else 0),
         output_type="pil" if decodes else "latent",
         **call_arguments(type(pipe), request),
     )

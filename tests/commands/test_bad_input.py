@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import unittest
 from collections.abc import Iterator
@@ -97,6 +99,30 @@ class TestBadInput(unittest.TestCase):
             said = errors.getvalue()
             *_, last = said.strip().splitlines()
             assert last.startswith("diffusers-rocm") and len(last) > len("diffusers-rocm: "), (words, said)
+
+    def test_a_word_that_no_option_takes(self):
+        """Without the usage of all its options, which would hide the line."""
+        for words in (
+            ["generate", "--steps", "abc"],
+            ["plan", "--memory", "-16GB"],
+            ["bench", "step", "--mode", "x"],
+            [],
+        ):
+            stderr = StringIO()
+            with redirect_stderr(stderr), self.assertRaises(SystemExit) as ended:
+                commands.main(words)
+            assert ended.exception.code == 2 and stderr.getvalue().count("\n") == 1, stderr.getvalue()
+            assert stderr.getvalue().endswith("; --help tells what there is\n"), stderr.getvalue()
+
+    def test_who_reads_leaves(self):
+        """`| head -1`: neither a traceback nor the exit code of a machine with problems."""
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "wb", buffering=0) as pipe:
+            ended = subprocess.run(
+                [sys.executable, "-m", "diffusers_rocm", "env"], stdout=pipe, stderr=subprocess.PIPE, text=True
+            )
+        assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr[-500:]
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class TestBench(unittest.TestCase):
         [
             ("steps", ["--steps", "0"], "--steps must be at least 1"),
             ("json", ["--json", "{folder}"], "--json .* is a folder"),
-            ("prompts", ["--prompt", "a", "--prompt", "b"], "makes one picture: give one --prompt"),
+            ("prompts", ["--prompt", "a", "--prompt", "b"], "makes one picture, and 2 are asked for"),
+            ("seeds", ["--seed", "1,2"], "makes one picture, and 2 are asked for: give one prompt and one seed"),
             ("kind", ["--quantization", "int4", "--device", "cpu"], "int4 needs a GPU"),
         ]
     )

@@ -68,10 +68,11 @@ class TestBenchGenerate(unittest.TestCase):
     @parameterized.expand(
         [
             ("axis", ["--mesh", "tp=1", "--tp", "2"], "takes its meshes from --mesh"),
-            ("ranks", ["--mesh", "tp=2", "ring=3"], "but 3 rank"),
+            ("ranks", ["--mesh", "tp=2", "ring=3"], "tp=2 is of 2, ring=3 is of 3"),
             ("heads", ["--mesh", "tp=64"], "64"),
             ("repeats", ["--mesh", "tp=1", "--repeats", "0"], "--repeats must be at least 1"),
             ("prompts", ["--mesh", "tp=1", "--prompt", "a", "--prompt", "b"], "makes one picture"),
+            ("count", ["--mesh", "tp=1", "--num-images-per-prompt", "4"], "makes one picture, and 4 are asked for"),
         ]
     )
     def test_message(self, _, arguments, message):

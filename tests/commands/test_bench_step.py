@@ -158,6 +158,9 @@ class TestKnownModels(unittest.TestCase):
             assert known.sized(known.size.height, None, None) == known.size
 
 
+FEW = ["--config", "num_layers=1", "num_single_layers=1"]
+
+
 class TestBenchStep(unittest.TestCase):
     def test_rows(self):
         self.check_rows("eager")
@@ -262,9 +265,11 @@ class TestBenchStep(unittest.TestCase):
 
     def test_what_did_not_run_is_no_success(self):
         stdout, stderr = StringIO(), StringIO()
-        with redirect_stdout(stdout), redirect_stderr(stderr):
+        config = [f"{name}={json.dumps(value)}" for name, value in SMALL["flux"].items()]
+        no_room = mock.patch.object(step, "build", side_effect=RuntimeError("no room"))
+        with redirect_stdout(stdout), redirect_stderr(stderr), no_room:
             code = commands.main(
-                ["bench", "step", "--device", "cpu", "--mesh", "tp=1", "--resolution", "64", "--config", "foo=bar"]
+                ["bench", "step", "--device", "cpu", "--mesh", "tp=1", "--resolution", "64", "--config", *config]
             )
         assert code == 1 and "one rank, eager: not run: " in stderr.getvalue(), stderr.getvalue()
 
@@ -274,16 +279,22 @@ class TestBenchStep(unittest.TestCase):
             ("degree", ["--mesh", "tp=0"], "'tp=0' is none of"),
             ("dp", ["--mesh", "dp=2"], "'dp=2' is none of"),
             ("twice", ["--mesh", "tp=2,tp=4"], "--mesh tp=2,tp=4 names tp twice"),
-            ("ranks", ["--mesh", "tp=2", "ring=3"], "tp=2, but 3 rank"),
+            ("ranks", ["--mesh", "tp=2", "ring=3"], "are of as many ranks, and tp=2 is of 2, ring=3 is of 3"),
+            ("ways", ["--mesh", "tp=2,int8,int8"], "--mesh tp=2,int8,int8 names int8 twice"),
+            ("guidance", ["--mesh", "cfg=4", "--guidance"], "--mesh cfg=4: guidance is of two forwards"),
+            ("options", ["--mesh", "tp=2", "--mesh", "ring=3"], "tp=2 is of 2, ring=3 is of 3"),
+            ("unknown", ["--mesh", "tp=2", "--config", "foo=3"], "FluxTransformer2DModel cannot be had with .*foo"),
+            ("memory", ["--mesh", "tp=64"], "64 ranks of 47.6 GB each, and this machine has"),
+            ("peer", ["--mesh", "tp=1", *FEW, "--compare", "diffusers"], "--compare diffusers needs GPUs"),
             ("none", [], "there are no GPUs to take all of: give --mesh tp=2"),
-            ("cfg", ["--mesh", "cfg=2"], "add --guidance"),
-            ("graph", ["--mesh", "tp=2", "--mode", "graph"], "--mode graph needs a GPU"),
-            ("device map", ["--mesh", "tp=2", "--compare", "device-map"], "there are none"),
+            ("cfg", ["--mesh", "cfg=2", *FEW], "add --guidance"),
+            ("graph", ["--mesh", "tp=1", *FEW, "--mode", "graph"], "--mode graph needs a GPU"),
+            ("device map", ["--mesh", "tp=1", *FEW, "--compare", "device-map"], "there are none"),
             ("resolution", ["--mesh", "tp=2", "--resolution", "100"], "a height of 100 is no multiple of 16"),
             ("repeats", ["--mesh", "tp=2", "--repeats", "0"], "--repeats must be at least 1"),
             ("config", ["--mesh", "tp=2", "--config", "layers"], "write NAME=VALUE"),
-            ("chart", ["--mesh", "tp=2", "--chart", "chart.jpg"], "--chart (needs matplotlib|writes a PNG)"),
-            ("json", ["--mesh", "tp=2", "--json", "{folder}"], "is a folder"),
+            ("chart", ["--mesh", "tp=1", *FEW, "--chart", "chart.jpg"], "--chart (needs matplotlib|writes a PNG)"),
+            ("json", ["--mesh", "tp=1", *FEW, "--json", "{folder}"], "is a folder"),
         ]
     )
     def test_message(self, _, arguments, message):

@@ -92,7 +92,17 @@ class TestOptions(unittest.TestCase):
         assert re.fullmatch(f"diffusers-rocm: {message}.*\n", err), err
 
     def test_other_commands_too(self):
-        bench = ("bench", "step", "--mesh", "tp=2", "--device", "cpu")
+        bench = (
+            "bench",
+            "step",
+            "--mesh",
+            "tp=2",
+            "--config",
+            "num_layers=1",
+            "num_single_layers=1",
+            "--device",
+            "cpu",
+        )
         code, _, err, launch = self.run_here(*bench, "--nnodes", "2")
         assert (
             code == 2

@@ -336,5 +336,6 @@ class TestChoice(unittest.TestCase):
         check_ring_backend("attn", "native")
         check_ring_backend("attn", "_native_flash")
         check_ring_backend("attn", None)
+        check_ring_backend("attn", "nosuch")  # diffusers refuses it, and lists those that there are
         with pytest.raises(ValueError, match="attn uses attention backend 'sage'.*rotate_method=\"allgather\""):
             check_ring_backend("attn", "sage")
