@@ -37,6 +37,7 @@ def torch_build(machine: Machine) -> Finding:
         )
     if (machine.has_amd or machine.has_nvidia) and not torch.devices:
         why = "nvidia-smi" if torch.cuda else "ls -l /dev/kfd /dev/dri; rocminfo"
+        why = f"env | grep VISIBLE_DEVICES; {why}"
         return problem(f"{seen}, though there are cards", f'{why}; python -c "import torch; torch.zeros(1).cuda()"')
     return ok(seen)
 
@@ -48,13 +49,14 @@ def visible(machine: Machine) -> list[int] | None:
         wanted = machine.environment.get(name)
         if wanted is None or (name == "CUDA_VISIBLE_DEVICES" and "HIP_VISIBLE_DEVICES" in machine.environment):
             continue
-        chosen = []
-        for word in filter(None, wanted.split(",")):
-            if not re.fullmatch(r"\s*-?\d+\s*", word):
+        chosen, places = [], {str(index): gpu for index, gpu in enumerate(shown)}
+        for word in wanted.split(","):
+            word = word.strip() if name == "ROCR_VISIBLE_DEVICES" else word  # HIP knows no `0 ` (clr rocdevice.cpp)
+            if "GPU-" in word.upper():
                 return None
-            if not 0 <= int(word) < len(shown):
-                break  # HIP takes what stands before the first that is not there
-            chosen.append(shown[int(word)])
+            if word not in places:
+                break  # what stands before the first that is not there is taken
+            chosen.append(places[word])
         shown = chosen
     return shown
 
@@ -79,17 +81,18 @@ def integrated_gpu(machine: Machine) -> Finding:
 
 def _architectures(machine: Machine) -> list[str]:
     """Of the GPUs that are visible, by the driver or else by amd-smi (which leaves it out in 6.1.1)."""
-    found = machine.kfd_architectures
+    found, shown = machine.kfd_architectures, visible(machine)
     if found:
-        return [found[index] for index in visible(machine) or range(len(found))]
+        return [found[index] for index in (range(len(found)) if shown is None else shown)]
     text = machine.run(("amd-smi", "static"))
     fields = amd_smi_fields(text).values() if text else ()
     return [each["TARGET_GRAPHICS_VERSION"] for each in fields if "TARGET_GRAPHICS_VERSION" in each]
 
 
 def architecture(machine: Machine) -> Finding:
-    """Has this torch kernels for these cards?"""
-    present, built = _architectures(machine), [each.split(":")[0] for each in machine.torch.architectures]
+    """Has this torch kernels for these cards? The CPU's own GPU, where it is one of them, is `integrated_gpu`'s."""
+    every, built = {*_architectures(machine)}, [each.split(":")[0] for each in machine.torch.architectures]
+    present = every - {*INTEGRATED} or every
     if not present or not built:
         return skipped("which architectures there are is not known")
     override = machine.environment.get("HSA_OVERRIDE_GFX_VERSION")
@@ -97,13 +100,14 @@ def architecture(machine: Machine) -> Finding:
         words = override.split(".")
         if len(words) != 3 or not all(word.isdecimal() for word in words):
             return problem(f"HSA_OVERRIDE_GFX_VERSION={override} is not like 11.0.0", "unset HSA_OVERRIDE_GFX_VERSION")
-        present = [f"gfx{words[0]}{int(words[1]):x}{int(words[2]):x}"]
-    missing = sorted(set(present) - set(built))
-    seen = f"{', '.join(sorted(set(present)))}; torch has {', '.join(built)}"
+        present = {f"gfx{words[0]}{int(words[1]):x}{int(words[2]):x}"}
+    missing = sorted(present - {*built})
+    seen = f"{', '.join(sorted(present))}; torch has {', '.join(built)}"
     if not missing:
         return ok(seen)
-    # A card runs code of its family's first: gfx1101 that of gfx1100 (HSA_OVERRIDE_GFX_VERSION=11.0.0).
-    near = next((each for each in built if each[:-1] == missing[0][:-1] and each.endswith("0")), None)
+    # A card runs code of its family's first: gfx1101 that of gfx1100 (HSA_OVERRIDE_GFX_VERSION=11.0.0). All have to be
+    # of the family: the variable is for every GPU that the process sees.
+    near = next((each for each in built if each.endswith("0") and {arch[:-1] for arch in every} == {each[:-1]}), None)
     if near and override is None and len(near) == len("gfx1100"):
         return problem(
             f"{seen}, not {', '.join(missing)}",

@@ -141,6 +141,9 @@ class TestIntegratedGpu:
             ({"ROCR_VISIBLE_DEVICES": "2,0", "HIP_VISIBLE_DEVICES": "0"}, PROBLEM),
             ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "2"}, OK),
             ({"HIP_VISIBLE_DEVICES": "-1"}, OK),
+            ({"HIP_VISIBLE_DEVICES": "0,2 "}, OK),  # HIP stops at a blank
+            ({"ROCR_VISIBLE_DEVICES": "0, 2 "}, PROBLEM),  # the runtime below it does not
+            ({"HIP_VISIBLE_DEVICES": "GPU-5a0d3c1d"}, SKIPPED),
             ({"ROCR_VISIBLE_DEVICES": "GPU-5a0d3c1d"}, SKIPPED),
         ],
     )
@@ -171,6 +174,24 @@ class TestArchitecture:
         assert found.status == PROBLEM and found.fix == "export HSA_OVERRIDE_GFX_VERSION=10.3.0"
         (tmp_path / "b").mkdir()
         assert self.check(tmp_path / "b", "gfx1036", HSA_OVERRIDE_GFX_VERSION="10.3.0").status == OK
+
+    @pytest.mark.parametrize(
+        "name, value", [("GPU_DEVICE_ORDINAL", "0"), ("HIP_VISIBLE_DEVICES", "0,1"), ("LANG", "C")]
+    )
+    def test_beside_the_gpu_of_the_cpu(self, tmp_path, name, value):
+        """Which may have no kernels: what would run it as another breaks the card."""
+        given = machine(tmp_path, radeons("gfx1101", "gfx1036"), environment={name: value})
+        assert cards.architecture(given).status == OK and cards.integrated_gpu(given).status == PROBLEM
+
+    def test_nothing_is_visible(self, tmp_path):
+        given = machine(tmp_path, radeons("gfx1101", "gfx1036"), environment={"HIP_VISIBLE_DEVICES": "0 ,1"})
+        assert cards.visible(given) == [] and cards.architecture(given).status == SKIPPED
+
+    @pytest.mark.parametrize("others, fix", [((), "export HSA"), (("gfx1100",), "export HSA"), (("gfx942",), "pip")])
+    def test_override_is_for_all(self, tmp_path, others, fix):
+        torch = TorchBuild("2.9.1", hip="6.4", architectures=("gfx942", "gfx1100"))
+        found = cards.architecture(machine(tmp_path, radeons("gfx1101", *others), torch, {}))
+        assert found.status == PROBLEM and found.fix.startswith(fix)
 
     def test_has_no_relative(self, tmp_path):
         found = self.check(tmp_path, "gfx1151")
