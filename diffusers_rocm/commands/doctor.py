@@ -4,12 +4,15 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from ..distributed import init
 from ..distributed.launching import end_rank, under_torchrun
@@ -20,6 +23,7 @@ from ..doctor.privacy import without_names
 from ..doctor.probes import ask_torch, run_probes
 from ..doctor.static import static_checks
 from . import env
+from .ranks import check_rank
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,42 @@ def check(args: argparse.Namespace) -> DoctorRequest:
         raise ValueError(f"--gpus must be at least 1; got {args.gpus}")
     if args.gpus is not None and under_torchrun():
         raise ValueError("--gpus: torchrun has started the ranks; leave it out")
+    if under_torchrun():
+        check_rank(os.environ)
+        meet(args.timeout)
     build, failure = ask_torch(args.timeout)
     count = len(build.devices)
     device = args.device or ("cuda" if count or failure else "cpu")
     if device == "cuda" and not failure and (args.gpus or 1) > count:
         raise ValueError(f"--gpus {args.gpus or 1}: {count} are visible; --device cpu needs none")
     return DoctorRequest(build, failure, device, args.gpus or (2 if device == "cpu" else count))
+
+
+def meet(seconds: float) -> None:
+    """Join the other ranks, which torchrun has started together.
+
+    Raises:
+        ValueError: they have not met in this time.
+    """
+    address, port, deadline = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), time.monotonic() + seconds
+    try:
+        while int(os.environ["RANK"]):  # until somebody listens: torch would fill the screen with its attempts
+            try:
+                socket.create_connection((address, port), timeout=seconds).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.2)
+        init("cpu", timeout=timedelta(seconds=seconds))
+    except (OSError, RuntimeError, UnicodeError) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waited {seconds:g} s for the others at "
+            f"{address}:{port}: {why}; does doctor run on every node? --timeout waits longer"
+        ) from None
+    # From here on each is waited for while it asks torch and tries its devices.
+    dist.group.WORLD.set_timeout(timedelta(seconds=2 * seconds + 60))
 
 
 def run(request: DoctorRequest, args: argparse.Namespace, argv: list[str]) -> int:
@@ -96,7 +130,6 @@ def diagnose(request: DoctorRequest, args: argparse.Namespace) -> Iterator[Findi
     """Findings that name nobody. Their fixes are our own words, and are left as they are."""
     machine = Machine(request.build)
     if under_torchrun():
-        init("cpu", timeout=timedelta(seconds=2 * args.timeout + 60))
         mine = Place(
             node=int(os.environ.get("GROUP_RANK", 0)),
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),

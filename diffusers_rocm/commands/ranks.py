@@ -100,14 +100,16 @@ def check_nodes(args: argparse.Namespace) -> None:
 
 def check_rank(environment: Mapping[str, str]) -> None:
     """Raises ValueError where torchrun's variables, which make this process a rank, are not what torchrun sets."""
-    found = {name: environment.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
+    found = {name: environment.get(name) for name in names}
     numbers = {name: int(value) for name, value in found.items() if value is not None and value.isdecimal()}
     rank, world = numbers.get("RANK", -1), numbers.get("WORLD_SIZE", 0)
     wrong = [name for name, value in found.items() if value is not None and name not in numbers]
     wrong += [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    wrong += ["MASTER_PORT"] if numbers.get("MASTER_PORT", 0) > 65535 else []
     if wrong or not 0 <= rank < world or not 1 <= numbers.get("LOCAL_WORLD_SIZE", world) <= world:
         shown = ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
-        lacking = f", without {wrong[0]}" if wrong and wrong[0] not in found else ""
+        lacking = f", without {wrong[0]}" if wrong and not environment.get(wrong[0]) else ""
         raise ValueError(f"{shown}{lacking}: not what torchrun sets for a rank; unset RANK to start ranks from here")
 
 

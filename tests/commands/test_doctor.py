@@ -214,6 +214,29 @@ class TestDoctor:
 
 
 class TestTorchrun:
+    @pytest.mark.parametrize("variables", [{"RANK": "0"}, {"RANK": "x"}, {"RANK": "0", "GROUP_RANK": "x"}])
+    def test_variables_that_torchrun_does_not_set(self, variables):
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"} | variables):
+            code, output, errors = run("--static")
+        assert code == 2 and not output
+        assert re.fullmatch(r"diffusers-rocm: RANK=.* not what torchrun sets .*\n", errors), errors
+
+    @pytest.mark.parametrize("rank, why", [(1, "Connection refused"), (0, "1/2 clients joined")])
+    def test_others_that_do_not_come(self, rank, why):
+        """One line, within about the time that they have, and nothing of torch's own."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "diffusers_rocm", "doctor", "--static", "--timeout", "2"]
+        begin = time.monotonic()
+        ended = subprocess.run(
+            command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 2 and not ended.stdout and time.monotonic() - begin < 30
+        wanted = rf"diffusers-rocm: rank {rank} of 2 waited 2 s for the others at localhost:{port}: .*{why}; .*"
+        assert re.fullmatch(wanted, ended.stderr.splitlines()[-1]) and "c10d" not in ended.stderr, ended.stderr
+
     @pytest.mark.skipif(os.environ.get("RUN_SLOW") != "1", reason="slow: set RUN_SLOW=1")
     def test_two_nodes(self):
         """Two agents of one rank each; something is wrong on the second, and the collective is tried all the same."""

@@ -139,6 +139,9 @@ class TestOptions(unittest.TestCase):
             ("a word", {"RANK": "a", "WORLD_SIZE": "2"}),
             ("beyond", {"RANK": "2", "WORLD_SIZE": "2"}),
             ("no address", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}),
+            ("no port", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}),
+            ("no such port", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}),
+            ("no node", {"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "x"}),
         ]
     )
     def test_ranks_that_torchrun_would_not_make(self, _, variables):
