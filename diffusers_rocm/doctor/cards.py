@@ -9,17 +9,11 @@ from pathlib import Path
 from ..distributed.environment import SETTINGS
 from .debug_log import known_bad
 from .finding import Finding, ok, problem, skipped, warning
-from .machine import Machine, number
+from .machine import INTEGRATED, Machine, number
 from .tools import Topology, amd_smi_fields, amd_smi_topology, nvidia_smi_topology, rocm_smi_topology
 
 
 INSTALL_ROCM = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm6.4"
-
-# Processors that are part of a CPU (LLVM's user guide of the AMDGPU backend calls them APUs).
-INTEGRATED = (
-    "gfx902", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037", "gfx1103", "gfx1150", "gfx1151",
-    "gfx1152", "gfx1153",
-)  # fmt: skip
 
 
 def torch_build(machine: Machine) -> Finding:
@@ -27,11 +21,11 @@ def torch_build(machine: Machine) -> Finding:
     torch = machine.torch
     kind = f"ROCm {torch.hip}" if torch.hip else f"CUDA {torch.cuda}" if torch.cuda else "CPU only"
     seen = f"torch {torch.version} ({kind}), {len(torch.devices)} GPU(s) to it"
-    if machine.has_amd and not torch.hip and not (torch.cuda and machine.has_nvidia):
+    if machine.is_for_amd and not torch.hip:
         if machine.kfd_architectures and set(machine.kfd_architectures) <= {*INTEGRATED}:
             return warning(f"{seen}; the CPU's own GPU, {machine.kfd_architectures[0]}, is not used", INSTALL_ROCM)
         return problem(f"{seen}; there are AMD cards, which need a ROCm build", INSTALL_ROCM)
-    if machine.has_nvidia and not machine.has_amd and not torch.cuda:
+    if machine.has_nvidia and not machine.is_for_amd and not torch.cuda:
         return problem(
             f"{seen}; there are NVIDIA cards, which need a CUDA build", "pip install --force-reinstall torch"
         )

@@ -20,6 +20,12 @@ import psutil
 
 AMD, NVIDIA = "0x1002", "0x10de"
 
+# Processors that are part of a CPU (LLVM's user guide of the AMDGPU backend calls them APUs).
+INTEGRATED = (
+    "gfx902", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1037", "gfx1103", "gfx1150", "gfx1151",
+    "gfx1152", "gfx1153",
+)  # fmt: skip
+
 
 def run_tool(command: Sequence[str]) -> str | None:
     """What a tool prints, both streams; None where it is not installed. Raises ValueError where it fails or hangs."""
@@ -140,6 +146,16 @@ class Machine:
     @property
     def has_nvidia(self) -> bool:
         return bool(self.nvidia_cards or (self.torch.cuda and self.torch.devices))
+
+    @property
+    def is_for_amd(self) -> bool:
+        """Are AMD's the GPUs to compute on?
+
+        Beside NVIDIA's where torch is for AMD's; or where it is for none, and one of AMD's is more than the CPU's own.
+        """
+        if self.torch.hip or not self.has_nvidia:
+            return self.has_amd
+        return not self.torch.cuda and not {*self.kfd_architectures} <= {*INTEGRATED}
 
     @property
     def gpus(self) -> int:

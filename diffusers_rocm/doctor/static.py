@@ -14,7 +14,7 @@ Check = Callable[[Machine], Finding]
 CHECKS: tuple[tuple[Callable[[Machine], bool], str, tuple[Check, ...]], ...] = (
     (lambda machine: True, "", (cards.torch_build,)),
     (
-        lambda machine: machine.has_amd and not (machine.torch.cuda and machine.has_nvidia),
+        lambda machine: machine.is_for_amd,
         "no AMD GPU",
         (
             cards.permissions,

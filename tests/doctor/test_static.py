@@ -109,6 +109,19 @@ class TestTorchBuild:
         found = all_of(machine(tmp_path, radeons("gfx1036") | pci_card("0000:43:00.0", "0x10de"), CUDA, {}))
         assert found["torch build"].status == OK and found["aotriton"].status == found["iommu"].status == SKIPPED
 
+    @pytest.mark.parametrize("amd", [radeons("gfx1036"), pci_card("0000:03:00.0")])
+    def test_nvidia_cards_beside_the_gpu_of_the_cpu(self, tmp_path, amd):
+        """Whether its compute driver is there or not, the cards are NVIDIA's."""
+        found = all_of(machine(tmp_path, amd | pci_card("0000:43:00.0", "0x10de"), CPU, {}))
+        assert found["torch build"].status == PROBLEM and found["torch build"].seen.endswith("which need a CUDA build")
+        assert "whl/rocm" not in found["torch build"].fix and found["permissions"].status == SKIPPED
+
+    @pytest.mark.parametrize("torch, vendor", [(CPU, "AMD"), (ROCM, "AMD"), (CUDA, "NVIDIA")])
+    def test_cards_of_both(self, tmp_path, torch, vendor):
+        found = all_of(machine(tmp_path, radeons("gfx1100") | pci_card("0000:43:00.0", "0x10de"), torch, {}))
+        assert (found["aotriton"].status != SKIPPED) == (vendor == "AMD")
+        assert found["torch build"].status == (PROBLEM if torch is CPU else OK)
+
     def test_instinct_is_a_card_and_its_sound_is_not(self, tmp_path):
         instinct = machine(tmp_path / "a", pci_card("0000:03:00.0", kind="0x120000"), CPU)
         sound = machine(tmp_path / "b", pci_card("0000:03:00.1", kind="0x040300"), CPU)
