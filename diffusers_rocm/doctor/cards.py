@@ -161,7 +161,10 @@ def permissions(machine: Machine) -> Finding:
 
 
 def large_bar(machine: Machine) -> Finding:
-    """Cards see each other's memory through a window that the firmware sizes; a small one rules out P2P (rccl #92)."""
+    """Cards see each other's memory through a window that the firmware sizes; a small one rules out P2P (rccl #92).
+
+    The CPU's own GPU is no card; where the compute driver does not say so, its little memory does.
+    """
     small, sizes = [], []
     for card in machine.amd_cards:
         folder = f"/sys/bus/pci/devices/{card}"
@@ -171,13 +174,13 @@ def large_bar(machine: Machine) -> Finding:
             window = max((int(row[1], 16) - int(row[0], 16) + 1 for row in regions if len(row) == 3), default=None)
         except ValueError:
             window = None
-        if memory is None or window is None:
+        if memory is None or window is None or memory < 2 << 30 or card in machine.integrated:
             continue
         sizes.append(f"{window / 2**30:.4g} of {memory / 2**30:.4g} GiB")
         if window < memory:
             small.append(card)
     if not sizes:
-        return skipped("PCI resources of the cards are not readable")
+        return skipped("there is no card whose PCI resources are readable")
     seen = f"host and peers see {', '.join(sizes)}"
     if small:
         return warning(

@@ -125,19 +125,30 @@ class Machine:
         return self._cards(NVIDIA)
 
     @cached_property
-    def kfd_architectures(self) -> tuple[str, ...]:
-        """`gfx1100` and the like of each GPU that the compute driver has, in its order, which is HIP's."""
+    def _kfd_gpus(self) -> tuple[tuple[str, str], ...]:
+        """`gfx1100` and the PCI address of each GPU that the compute driver has, in its order, which is HIP's."""
         folder, found = "/sys/class/kfd/kfd/topology/nodes", []
         for node in sorted(filter(str.isdecimal, self.listed(folder)), key=int):
-            properties = dict(
-                words
+            properties = {
+                words[0]: int(words[1])
                 for line in (self.read(f"{folder}/{node}/properties") or "").splitlines()
-                if len(words := line.split()) == 2
-            )
-            version = properties.get("gfx_target_version", "0")
-            if version.isdecimal() and int(version):
-                found.append(gfx_name(int(version)))
+                if len(words := line.split()) == 2 and words[1].isdecimal()
+            }
+            if version := properties.get("gfx_target_version", 0):
+                found.append(
+                    (gfx_name(version), pci_address(properties.get("domain", 0), properties.get("location_id", 0)))
+                )
         return tuple(found)
+
+    @cached_property
+    def kfd_architectures(self) -> tuple[str, ...]:
+        """Of each GPU that the compute driver has."""
+        return tuple(architecture for architecture, _ in self._kfd_gpus)
+
+    @property
+    def integrated(self) -> set[str]:
+        """PCI addresses of GPUs that are part of the CPU, where the compute driver has them."""
+        return {address for architecture, address in self._kfd_gpus if architecture in INTEGRATED}
 
     @property
     def has_amd(self) -> bool:
@@ -185,6 +196,11 @@ class Machine:
 def gfx_name(version: int) -> str:
     """110001 is gfx1101, 90010 is gfx90a: decimal pairs of major, minor and stepping, written in hexadecimal."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def pci_address(domain: int, location: int) -> str:
+    """`0000:03:00.0`, of bus, device and function in one number, as the compute driver has them."""
+    return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 
 def number(text: str | None) -> float | None:

@@ -53,11 +53,12 @@ def pci_card(address: str, vendor: str = "0x1002", kind: str = "0x030000", **fil
     return {f"{BUS}/{address}/{name}": text for name, text in content.items()}
 
 
-def kfd_node(number: int, architecture: str | None) -> dict[str, str]:
-    """A node of the compute driver: a GPU, or a CPU."""
+def kfd_node(number: int, architecture: str | None, bus: int = 0) -> dict[str, str]:
+    """A node of the compute driver: a GPU on this bus, or a CPU."""
     version = VERSIONS[architecture] if architecture else 0
     text = (
         f"cpu_cores_count {0 if version else 16}\nsimd_count {192 if version else 0}\ngfx_target_version {version}\n"
+        f"location_id {bus << 8}\ndomain 0\n"
     )
     return {f"/sys/class/kfd/kfd/topology/nodes/{number}/properties": text}
 
@@ -84,7 +85,8 @@ def radeons(*architectures: str) -> dict[str, str]:
         **kfd_node(0, None),
     }
     for index, architecture in enumerate(architectures):
-        files |= kfd_node(index + 1, architecture) | pci_card(f"0000:{3 + 32 * index:02x}:00.0")
+        bus = 3 + 32 * index
+        files |= kfd_node(index + 1, architecture, bus) | pci_card(f"0000:{bus:02x}:00.0")
         files[f"/dev/dri/renderD{128 + index}"] = ""
     return files
 
