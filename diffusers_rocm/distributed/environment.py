@@ -15,6 +15,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 RDNA3, RDNA4 = ("gfx1100", "gfx1101", "gfx1102"), ("gfx1200", "gfx1201")
+STRIX = ("gfx1150", "gfx1151")  # RDNA 3.5, in a CPU
 MI300, MI350 = ("gfx942",), ("gfx950",)
 
 
@@ -38,9 +39,9 @@ SETTINGS = (
     Setting(
         "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
         "1",
-        RDNA3 + RDNA4,
+        RDNA3 + STRIX + RDNA4,
         "torch has flash and memory-efficient attention for these GPUs, and keeps them off; it reads this once",
-        "pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
+        "pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; torch/testing/_internal/common_cuda.py",
     ),
     Setting(
         "MIOPEN_FIND_MODE",

@@ -39,6 +39,8 @@ class TestEnvironment(unittest.TestCase):
             ("gfx1100", 2, RADEON),
             ("gfx1102", 1, RADEON),
             ("gfx1201", 4, RADEON | {"PYTORCH_MIOPEN_SUGGEST_NHWC": "1"}),
+            ("gfx1150", 1, {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"}),
+            ("gfx1151", 4, {"TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL": "1"}),
             ("gfx942", 8, INSTINCT),
             ("gfx942", 4, INSTINCT | {"NCCL_MIN_NCHANNELS": "32"}),
             ("gfx942", 1, INSTINCT),

@@ -232,7 +232,9 @@ class TestVariablesOfAMD:
         assert cards.aotriton(off).status == WARNING
         assert cards.aotriton(machine(tmp_path, files)).status == OK
 
-    @pytest.mark.parametrize("architecture", ["gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1201"])
+    @pytest.mark.parametrize(
+        "architecture", ["gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201"]
+    )
     def test_what_the_launcher_would_set(self, tmp_path, architecture):
         """And nothing else is what is missed."""
         given = machine(tmp_path, radeons(architecture), environment={})
