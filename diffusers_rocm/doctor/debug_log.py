@@ -50,6 +50,11 @@ class Channel:
     transport: str
     detail: str
 
+    @property
+    def is_rdma(self) -> bool:
+        """Does a network carry it that can reach into the memory of GPUs?"""
+        return self.transport.startswith("NET/") and self.transport != "NET/Socket"
+
 
 @dataclass(frozen=True)
 class DebugLog:
@@ -97,11 +102,21 @@ def known_bad(text: str) -> str:
 
 
 def count_pairs(channels: Sequence[Channel]) -> str:
-    """`P2P between 2 pairs of ranks, SHM between 1`"""
+    """`P2P between 2 pair(s), NET/IB with GDRDMA between 1 pair(s)`"""
+    indirect = pairs_without_gdrdma(channels)
     pairs: dict[str, set[frozenset[int]]] = {}
     for each in channels:
-        pairs.setdefault(each.transport, set()).add(frozenset((each.sender, each.receiver)))
+        pair = frozenset((each.sender, each.receiver))
+        direct = f" {'without' if pair in indirect else 'with'} GDRDMA" if each.is_rdma else ""
+        pairs.setdefault(each.transport + direct, set()).add(pair)
     return ", ".join(f"{transport} between {len(found)} pair(s)" for transport, found in sorted(pairs.items()))
+
+
+def pairs_without_gdrdma(channels: Sequence[Channel]) -> set[frozenset[int]]:
+    """Pairs whose RDMA goes through the host's memory both ways: sending alone does by default, without NVLink."""
+    rdma = [each for each in channels if each.is_rdma]
+    direct = {frozenset((each.sender, each.receiver)) for each in rdma if "/GDRDMA" in each.detail}
+    return {frozenset((each.sender, each.receiver)) for each in rdma} - direct
 
 
 def judge_transports(channels: Sequence[Channel], node_of: Mapping[int, int], rdma: bool, peers: bool) -> Finding:
@@ -127,6 +142,11 @@ def judge_transports(channels: Sequence[Channel], node_of: Mapping[int, int], rd
     if any(each.transport.startswith("NET/") for each in inside):
         return problem(
             f"{seen}: GPUs of one node talk over the network", "unset NCCL_SHM_DISABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL"
+        )
+    if pairs_without_gdrdma(across):
+        return warning(
+            f"{seen}: through the host's memory",
+            "sudo modprobe nvidia-peermem || sudo modprobe ib_peer_mem; export NCCL_NET_GDR_LEVEL=SYS",
         )
     if any(each.transport == "SHM" for each in inside) and peers:
         return warning(

@@ -88,7 +88,7 @@ class TestParse:
 
 
 def channel(sender: int, receiver: int, transport: str) -> Channel:
-    return Channel(sender, receiver, transport, f"{transport}/0")
+    return Channel(sender, receiver, transport.removesuffix("/GDRDMA"), f"{transport}/0")
 
 
 class TestJudge:
@@ -101,9 +101,9 @@ class TestJudge:
 
     def test_what_is_fine(self):
         inside = channel(0, 1, "P2P")
-        found = self.judge(inside, channel(1, 0, "P2P"), channel(1, 2, "NET/IB"), rdma=True, peers=True)
-        assert found.status == OK and found.seen == "NET/IB between 1 pair(s), P2P between 1 pair(s)"
-        assert self.judge(inside, channel(1, 2, "NET/AWS Libfabric"), rdma=True).status == OK
+        found = self.judge(inside, channel(1, 0, "P2P"), channel(1, 2, "NET/IB/GDRDMA"), rdma=True, peers=True)
+        assert found.status == OK and found.seen == "NET/IB with GDRDMA between 1 pair(s), P2P between 1 pair(s)"
+        assert self.judge(inside, channel(1, 2, "NET/AWS Libfabric/GDRDMA"), rdma=True).status == OK
         assert self.judge(inside, channel(1, 2, "NET/Socket"), rdma=False).status == OK  # nothing better is there
         assert self.judge(channel(0, 1, "SHM"), peers=False).status == OK
 
@@ -113,8 +113,19 @@ class TestJudge:
         found = judge_transports(log.channels, {0: 0, 1: 1}, rdma=True, peers=False)
         assert found.status == PROBLEM and "TCP" in found.seen and "/dev/infiniband" in found.fix
 
+    @pytest.mark.parametrize("network", ["IB", "AWS Libfabric"])
+    def test_rdma_through_the_host(self, network):
+        """Unless one of the two ways of a pair is direct; NCCL sends through the host where there is no NVLink."""
+        indirect, direct = f"NET/{network}", f"NET/{network}/GDRDMA"
+        found = self.judge(channel(0, 1, "P2P"), channel(0, 2, indirect), channel(1, 3, direct), rdma=True)
+        assert found.status == WARNING and found.seen.endswith(": through the host's memory")
+        assert f"{indirect} with GDRDMA between 1 pair(s), {indirect} without GDRDMA between 1" in found.seen
+        assert self.judge(channel(0, 2, indirect), channel(0, 2, direct), rdma=True).status == OK
+        log = parse((FIXTURES / "nccl.log").read_text().replace("/GDRDMA", ""))
+        assert judge_transports(log.channels, {0: 0, 8: 1}, True, False).status == WARNING
+
     def test_one_pair_over_tcp_is_enough(self):
-        fine = [channel(0, 2, "NET/IB"), channel(0, 1, "P2P")]
+        fine = [channel(0, 2, "NET/IB/GDRDMA"), channel(0, 1, "P2P")]
         assert self.judge(*fine, channel(3, 1, "NET/Socket"), rdma=True).status == PROBLEM
 
     def test_one_node_over_the_network(self):
