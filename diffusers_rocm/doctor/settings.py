@@ -8,15 +8,18 @@ from .finding import Finding, ok, problem, skipped, warning
 from .machine import Machine
 
 
-# NCCL reads these as integers and passes over anything else.
+# NCCL reads these as integers and passes over anything else; an empty one is as if it were not set.
 NUMBERS = (
     "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_IB_TIMEOUT",
     "NCCL_IB_RETRY_CNT", "NCCL_IB_SL", "NCCL_IB_TC", "NCCL_IB_QPS_PER_CONNECTION", "NCCL_MIN_NCHANNELS",
     "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_CUMEM_ENABLE",
     "NCCL_CUMEM_HOST_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_WIN_ENABLE", "NCCL_NSOCKS_PERTHREAD", "NCCL_SOCKET_NTHREADS",
     "NCCL_NET_GDR_READ", "NCCL_CROSS_NIC", "HSA_FORCE_FINE_GRAIN_PCIE", "HSA_NO_SCRATCH_RECLAIM",
-    "GPU_MAX_HW_QUEUES", "HIP_FORCE_DEV_KERNARG", "TORCH_NCCL_HIGH_PRIORITY",
+    "GPU_MAX_HW_QUEUES", "HIP_FORCE_DEV_KERNARG",
 )  # fmt: skip
+# torch reads these, in any case, and fails at any other word (getCvarBool).
+BOOLEANS = ("TORCH_NCCL_HIGH_PRIORITY",)
+TRUTHS = ("y", "yes", "1", "t", "true", "n", "no", "0", "f", "false")
 WORDS = {
     "NCCL_DEBUG": ("VERSION", "WARN", "INFO", "ABORT", "TRACE"),
     "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "P2C", "PXN", "PHB", "NODE", "SYS"),
@@ -153,8 +156,10 @@ def values(machine: Machine) -> Finding:
     """Numbers, words and files that are none. A warning is of what NCCL passes over in silence."""
     wrong, without_effect = {}, {}
     for name, value in sorted(machine.environment.items()):
-        if name in NUMBERS and not re.fullmatch(r"\s*-?(\d+|0[xX][0-9a-fA-F]+)\s*", value):
+        if name in NUMBERS and value and not re.fullmatch(r"\s*-?(\d+|0[xX][0-9a-fA-F]+)\s*", value):
             wrong[name] = f"{name}={value!r} is not a number"
+        elif name in BOOLEANS and value.lower() not in TRUTHS:
+            wrong[name] = f"{name}={value!r} is none of {', '.join(TRUTHS)}"
         elif name in WORDS and value.upper() not in WORDS[name] and not value.isdecimal():
             wrong[name] = f"{name}={value!r} is none of {', '.join(WORDS[name])}"
         elif name in CHOICES and (unknown := _unknown(value, CHOICES[name])):
@@ -172,7 +177,7 @@ def values(machine: Machine) -> Finding:
         return problem("; ".join([*wrong.values(), *without_effect.values()]), fix)
     if without_effect:
         return warning(f"{'; '.join(without_effect.values())}: NCCL goes on without", fix)
-    legal = (*NUMBERS, *WORDS, *CHOICES, *FILES, "NCCL_SOCKET_FAMILY", "NCCL_NET_PLUGIN")
+    legal = (*NUMBERS, *BOOLEANS, *WORDS, *CHOICES, *FILES, "NCCL_SOCKET_FAMILY", "NCCL_NET_PLUGIN")
     known = [name for name in machine.environment if name in legal]
     return ok(f"{len(known)} set, all of them legal") if known else skipped("none is set")
 

@@ -70,6 +70,9 @@ class TestSettings:
         "name, wrong, right",
         [
             ("NCCL_P2P_DISABLE", "yes", "1"),
+            ("NCCL_P2P_DISABLE", "please", ""),
+            ("TORCH_NCCL_HIGH_PRIORITY", "on", "true"),
+            ("TORCH_NCCL_HIGH_PRIORITY", "2", "F"),
             ("NCCL_IB_GID_INDEX", "x", "-1"),
             ("NCCL_BUFFSIZE", "4M", "0x400000"),
             ("NCCL_DEBUG", "LOUD", "info"),
