@@ -3,7 +3,7 @@
 import mmap
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..distributed.environment import SETTINGS
@@ -191,7 +191,7 @@ def large_bar(machine: Machine) -> Finding:
 
 
 def pcie_link(machine: Machine) -> Finding:
-    """Lanes and speed of each card against its own most.
+    """Lanes of each card against its own most, and speed against what all on its way have.
 
     A card has bridges of its own, behind which it is always wide: its whole way to the CPU counts.
     """
@@ -201,15 +201,18 @@ def pcie_link(machine: Machine) -> Finding:
         folders = [folder for folder in (way, *way.parents) if (folder / "current_link_width").exists()]
         if not folders:
             continue
-        widths, speeds, most = _links(folders)
-        if not widths or not speeds or None in most:
+        widths, speeds, lanes, most = (
+            _by_address(folders, f"{which}_link_{what}") for which in ("current", "max") for what in ("width", "speed")
+        )
+        if not widths or not speeds or card not in lanes or card not in most:
             continue
-        width, speed = min(widths), min(speeds)
-        seen.append(f"x{width:g} at {speed:g} GT/s")
-        if width < most[0]:
-            narrow.append(f"{card} has x{width:g} of x{most[0]:g}")
-        elif speed < most[1]:
-            slow.append(f"{card} has {speed:g} of {most[1]:g} GT/s")
+        width, speed, slowest = min(widths.values()), min(speeds.values()), min(most, key=most.get)
+        limited = f", the most of {slowest} before it" if speed == most[slowest] < most[card] else ""
+        seen.append(f"x{width:g} at {speed:g} GT/s{limited}")
+        if width < lanes[card]:
+            narrow.append(f"{card} has x{width:g} of x{lanes[card]:g}")
+        elif speed < most[slowest]:
+            slow.append(f"{card} has {speed:g} of {most[slowest]:g} GT/s")
     if not seen:
         seen, narrow, slow = _links_by_amd_smi(machine)
     if not seen:
@@ -227,18 +230,17 @@ def pcie_link(machine: Machine) -> Finding:
     return ok(counted)
 
 
-def _links(folders: list[Path]) -> tuple[list[float], list[float], tuple[float | None, float | None]]:
-    """Widths and speeds on a card's way to the CPU, and the card's own most."""
-
-    def read(folder: Path, name: str) -> float | None:
+def _by_address(folders: Iterable[Path], name: str) -> dict[str, float]:
+    """The numbers in these files of PCI devices, in the devices' order; of those that have one."""
+    found = {}
+    for folder in folders:
         try:
-            return number((folder / name).read_text())
+            value = number((folder / name).read_text())
         except OSError:
-            return None
-
-    widths = [value for folder in folders if (value := read(folder, "current_link_width"))]
-    speeds = [value for folder in folders if (value := read(folder, "current_link_speed"))]
-    return widths, speeds, (read(folders[0], "max_link_width"), read(folders[0], "max_link_speed"))
+            continue
+        if value:
+            found[folder.name] = value
+    return found
 
 
 def _links_by_amd_smi(machine: Machine) -> tuple[list[str], list[str], list[str]]:

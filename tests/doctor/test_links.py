@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diffusers_rocm.doctor import cards
-from diffusers_rocm.doctor.finding import OK, SKIPPED, WARNING
+from diffusers_rocm.doctor.finding import OK, SKIPPED, WARNING, Finding
 from diffusers_rocm.doctor.machine import run_tool
 
 from .machines import BUS, machine, pci_card, radeons
@@ -50,18 +50,31 @@ class TestPci:
         found = cards.pcie_link(machine(tmp_path, files))
         assert found.status == WARNING and "2.5 of 16 GT/s" in found.seen
 
-    def test_behind_a_narrow_bridge(self, tmp_path):
-        """A card's own end is wide; the slot, of the chipset, is not."""
-        bridge = tmp_path / "sys/devices/pci0000:00/0000:00:01.1"
-        given = machine(tmp_path, pci_card("0000:03:00.0"))
+    def behind_a_bridge(self, root: Path, width: str, speed: str, **card: str) -> Finding:
+        """Of a card in a slot that has no more than this."""
+        bridge = root / "sys/devices/pci0000:00/0000:00:01.1"
+        given = machine(root, pci_card("0000:03:00.0", **card))
         bridge.mkdir(parents=True)
-        for name, text in (("width", "4"), ("speed", "8.0 GT/s PCIe")):
+        for name, text in (("width", width), ("speed", f"{speed} GT/s PCIe")):
             (bridge / f"current_link_{name}").write_text(text)
             (bridge / f"max_link_{name}").write_text(text)
-        card = tmp_path / BUS.lstrip("/") / "0000:03:00.0"
-        card.rename(bridge / "0000:03:00.0")
-        card.symlink_to(bridge / "0000:03:00.0")
-        assert "x4 at 8 GT/s" in cards.pcie_link(given).seen and cards.pcie_link(given).status == WARNING
+        folder = root / BUS.lstrip("/") / "0000:03:00.0"
+        folder.rename(bridge / "0000:03:00.0")
+        folder.symlink_to(bridge / "0000:03:00.0")
+        return cards.pcie_link(given)
+
+    def test_behind_a_narrow_bridge(self, tmp_path):
+        """A card's own end is wide; the slot, of the chipset, is not."""
+        found = self.behind_a_bridge(tmp_path, "4", "8.0")
+        assert "x4 at 8 GT/s" in found.seen and found.status == WARNING
+
+    def test_in_a_slot_of_an_older_generation(self, tmp_path):
+        """The card has all that the slot has; idle it has less."""
+        new = {"max_link_speed": "32.0 GT/s PCIe"}
+        found = self.behind_a_bridge(tmp_path / "a", "16", "16.0", **new)
+        assert found.status == OK and found.seen == "1 card(s) x16 at 16 GT/s, the most of 0000:00:01.1 before it"
+        found = self.behind_a_bridge(tmp_path / "b", "16", "16.0", current_link_speed="2.5 GT/s PCIe", **new)
+        assert found.status == WARNING and "has 2.5 of 16 GT/s" in found.seen and "the most of" not in found.seen
 
     def test_by_amd_smi(self, tmp_path):
         tools = {
