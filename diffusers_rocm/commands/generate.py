@@ -313,6 +313,7 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
     degrees = resolve_degrees({name: getattr(args, name) for name in AXES}, ranks(args))
     folder = ModelFolder(args.model)
     folder.check_degrees(degrees)
+    folder.check_files()
     if (
         degrees["cfg"] > 1
         and args.negative_prompt is None

@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.pipelines.auto_pipeline import AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, _get_task_class
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from ..models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 from .denoisers import DENOISERS
@@ -31,6 +32,7 @@ class ModelFolder:
         self.model = model
         index = self._json("model_index.json")
         found = {name: x for name, x in index.items() if isinstance(x, list) and len(x) == 2 and x[1]}
+        self._components = tuple(found)
         self._text_encoders = {
             name: cls
             for name, (library, cls) in found.items()
@@ -61,6 +63,18 @@ class ModelFolder:
         if not isinstance(found, dict):
             raise ValueError(f"{self.model}: its {name} holds no names and values")
         return found
+
+    def check_files(self) -> None:
+        """Raises ValueError where a file of a local folder is cut off, as by a download that did not end."""
+        for file in (file for name in self._components for file in sorted(Path(self.model, name).glob("*"))):
+            try:
+                if file.suffix == ".json":
+                    json.loads(file.read_bytes())
+                elif file.suffix == ".safetensors":
+                    with safe_open(file, "pt"):  # which compares the header with the file's length
+                        pass
+            except (ValueError, OSError, SafetensorError) as error:
+                raise ValueError(f"{file} cannot be read ({error}): is it all there?") from None
 
     def config(self, component: str) -> dict:
         """Raises ValueError where the component has none."""
