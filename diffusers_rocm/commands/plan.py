@@ -192,6 +192,7 @@ def as_json(
                 "forward": asdict(each.seconds),
                 "forwards": each.forwards,
                 "memory": dict(each.stages),
+                "vae_tiling": each.tiled,
             }
             for each in found
         ],
@@ -252,8 +253,10 @@ def _report(
         if machine.nodes > 1:
             words += [f"--nnodes {machine.nodes}", "--node-rank RANK", "--master-addr HOST"]
         words += ["--quantization " + args.dtype] * (args.dtype in QUANTIZATIONS) + ["--compile"] * (not args.eager)
+        words += ["--vae-tiling"] * best.tiled
         lines.append(f"diffusers-rocm generate --model {request.subject.name} {' '.join(words)} ...")
         lines.append("Meshes within some percent of each other are alike: these are predictions, of a step alone.")
+        lines += ["Decoding is of one tile at a time: without --vae-tiling it does not fit."] * best.tiled
     else:
         least = min((each for each in dropped if each.short_of), key=lambda each: each.short_of, default=None)
         if least is not None:

@@ -60,6 +60,7 @@ class Candidate:
         forwards: in a row, of one step.
         guidance: seconds in which the branches of guidance exchange their predictions.
         stages: bytes while text is encoded, while it denoises and while it decodes.
+        tiled: whether it decodes tile by tile.
     """
 
     degrees: Mapping[str, int]
@@ -68,6 +69,7 @@ class Candidate:
     forwards: int
     guidance: float
     stages: Mapping[str, float]
+    tiled: bool
 
     @property
     def step(self) -> float:
@@ -128,7 +130,7 @@ def search(
     Raises:
         ValueError: a class that diffusers or transformers lacks.
     """
-    around = _around_denoising(subject, size, machine, computed(dtype))
+    around, tiled = _around_denoising(subject, size, machine, computed(dtype))
     found, dropped, ledgers = [], [], {}
     by_tp: dict[int, list[tuple[dict[str, int], str]]] = {}
     for degrees, rotate_method in meshes(machine, subject.forwards):
@@ -150,7 +152,7 @@ def search(
             except ValueError as error:
                 dropped.append(Dropped(name, str(error)))
                 continue
-            each = _candidate(degrees, rotate_method, ledgers[key], around, subject, machine, dtype, compiled)
+            each = _candidate(degrees, rotate_method, ledgers[key], around, tiled, subject, machine, dtype, compiled)
             (found if isinstance(each, Candidate) else dropped).append(each)
         if machine.world > MANY and len(found) > before and min(each.step for each in found[before:]) > fastest:
             if tp < max(by_tp):
@@ -175,17 +177,21 @@ def never_made(subject: Subject, machine: Machine) -> list[Dropped]:
     return found
 
 
-def _around_denoising(subject: Subject, size: Size, machine: Machine, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes of a rank while text is encoded, and while a picture is decoded; tile by tile where it must be."""
+def _around_denoising(
+    subject: Subject, size: Size, machine: Machine, dtype: torch.dtype
+) -> tuple[dict[str, float], bool]:
+    """Bytes of a rank while text is encoded, and while a picture is decoded; whether it must be tile by tile."""
     encoders = [encoder_bytes(part, machine.world, dtype) for part in subject.encoders.values()]
     # A whole encoder on each rank costs no traffic; they are sharded where they would not fit.
     fits = sum(whole for whole, _ in encoders) <= ROOM * machine.memory
     found: dict[str, float] = {"encode": sum(whole if fits else part for whole, part in encoders), "decode": 0}
-    if subject.vae is not None:
-        found["decode"] = decode_bytes(subject.vae, size, dtype, tiled=False)
-        if found["decode"] > machine.memory - RESERVED:
-            found["decode"] = decode_bytes(subject.vae, size, dtype, tiled=True)
-    return found
+    if subject.vae is None:
+        return found, False
+    found["decode"] = decode_bytes(subject.vae, size, dtype, tiled=False)
+    tiled = found["decode"] > machine.memory - RESERVED
+    if tiled:
+        found["decode"] = decode_bytes(subject.vae, size, dtype, tiled=True)
+    return found, tiled
 
 
 def _candidate(
@@ -193,6 +199,7 @@ def _candidate(
     rotate_method: str,
     ledger: Ledger,
     around: Mapping[str, float],
+    tiled: bool,
     subject: Subject,
     machine: Machine,
     dtype: str,
@@ -207,7 +214,7 @@ def _candidate(
     seconds = predict(ledger, degrees, machine.gpu, machine.links, machine.gpus, compiled)
     cfg = degrees.get("cfg", 1)
     guidance = _seconds_of_guidance(ledger, degrees, machine) if cfg > 1 else 0.0
-    return Candidate(degrees, rotate_method, seconds, subject.forwards // cfg, guidance, stages)
+    return Candidate(degrees, rotate_method, seconds, subject.forwards // cfg, guidance, stages, tiled)
 
 
 def one_gpu(subject: Subject, size: Size, machine: Machine, dtype: str, compiled: bool) -> float:

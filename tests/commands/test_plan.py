@@ -102,6 +102,16 @@ class TestPlan(unittest.TestCase):
             assert f"\n{mesh}" in text
         assert "diffusers-rocm generate --model" in text and "at most 0.0" in text
 
+    def test_the_command_decodes_as_it_was_counted(self):
+        """At once it takes 40 MB, and 4 in tiles."""
+        for memory, tiled in (("1030MB", True), ("1050MB", False)):
+            given = "--gpus", "2", "--resolution", "512", "--memory", memory
+            code, text, _ = plan(*given)
+            (command,) = (line for line in text.splitlines() if line.startswith("diffusers-rocm generate"))
+            assert code == 0 and ("--vae-tiling" in command) == ("one tile at a time" in text) == tiled, text
+            _, text, _ = plan(*given, "--json")
+            assert {each["vae_tiling"] for each in json.loads(text)["meshes"]} == {tiled}
+
     def test_json(self):
         code, text, _ = plan("--gpus", "4", "--memory", "1.0045GB", "--json")
         found = json.loads(text)
