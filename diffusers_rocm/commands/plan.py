@@ -252,7 +252,8 @@ def _report(
         words += ["--rotate-method allgather"] * (best.rotate_method == "allgather")
         if machine.nodes > 1:
             words += [f"--nnodes {machine.nodes}", "--node-rank RANK", "--master-addr HOST"]
-        words += ["--quantization " + args.dtype] * (args.dtype in QUANTIZATIONS) + ["--compile"] * (not args.eager)
+        words += [f"--quantization {args.dtype}"] * (args.dtype in QUANTIZATIONS)
+        words += ["--dtype float16"] * (args.dtype == "float16") + ["--compile"] * (not args.eager)
         words += ["--vae-tiling"] * best.tiled
         lines.append(f"diffusers-rocm generate --model {request.subject.name} {' '.join(words)} ...")
         lines.append("Meshes within some percent of each other are alike: these are predictions, of a step alone.")

@@ -1,6 +1,7 @@
 """`diffusers-rocm plan`."""
 
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -101,6 +102,19 @@ class TestPlan(unittest.TestCase):
         for mesh in ("tp=2", "ulysses=2", "ring=2 (p2p)", "ring=2 (allgather)", "one GPU, if it had room"):
             assert f"\n{mesh}" in text
         assert "diffusers-rocm generate --model" in text and "at most 0.0" in text
+
+    @parameterized.expand(
+        [
+            ("bfloat16", ""),
+            ("float16", " --dtype float16"),
+            ("int8", " --quantization int8"),
+            ("int4", " --quantization int4"),
+        ]
+    )
+    def test_the_command_computes_as_it_was_counted(self, dtype, said):
+        code, text, _ = plan("--gpus", "2", "--dtype", dtype)
+        (command,) = (line for line in text.splitlines() if line.startswith("diffusers-rocm generate"))
+        assert code == 0 and re.search(rf"--(ulysses|ring|tp) 2{said} --compile", command), text
 
     def test_the_command_decodes_as_it_was_counted(self):
         """At once it takes 40 MB, and 4 in tiles."""
