@@ -83,6 +83,11 @@ def check(args: argparse.Namespace) -> PlanRequest:
     if args.tp is not None and args.gpus is None:
         _explained(args.model, args.tp, args.dtype)
         return PlanRequest(None, None, None)
+    if args.dtype == "float32":
+        raise ValueError(
+            "--dtype float32: the rates that seconds are predicted by are of 16 bits, and float32 is several times "
+            "slower; plan for bfloat16 or float16, or ask for bytes alone, by --tp N without --gpus"
+        )
     subject = find_subject(args.model)
     size = subject.known.sized(args.resolution, args.frames, args.text)
     time = subject.vae.time if subject.vae is not None else None
@@ -257,6 +262,7 @@ def _report(
         words += ["--vae-tiling"] * best.tiled
         lines.append(f"diffusers-rocm generate --model {request.subject.name} {' '.join(words)} ...")
         lines.append("Meshes within some percent of each other are alike: these are predictions, of a step alone.")
+        lines += ["Seconds are those of bfloat16: dequantising is not counted."] * (args.dtype in QUANTIZED)
         lines += ["Decoding is of one tile at a time: without --vae-tiling it does not fit."] * best.tiled
     else:
         least = min((each for each in dropped if each.short_of), key=lambda each: each.short_of, default=None)

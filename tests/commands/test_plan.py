@@ -97,7 +97,7 @@ class TestPlan(unittest.TestCase):
                 assert code == 2 and "its NoSuchModel is" in errors and errors.count("\n") == 1, errors
 
     def test_meshes(self):
-        code, text, _ = plan("--gpus", "2", "--memory", "16GB", "--link", "12GB/s", "--dtype", "float32", "--explain")
+        code, text, _ = plan("--gpus", "2", "--memory", "16GB", "--link", "12GB/s", "--explain")
         assert code == 0 and "2 x RX 7800 XT (speed assumed from its data sheet) with 16.0 GB, 12 GB/s" in text, text
         for mesh in ("tp=2", "ulysses=2", "ring=2 (p2p)", "ring=2 (allgather)", "one GPU, if it had room"):
             assert f"\n{mesh}" in text
@@ -115,6 +115,7 @@ class TestPlan(unittest.TestCase):
         code, text, _ = plan("--gpus", "2", "--dtype", dtype)
         (command,) = (line for line in text.splitlines() if line.startswith("diffusers-rocm generate"))
         assert code == 0 and re.search(rf"--(ulysses|ring|tp) 2{said} --compile", command), text
+        assert ("dequantising is not counted" in text) == dtype.startswith("int"), text
 
     def test_the_command_decodes_as_it_was_counted(self):
         """At once it takes 40 MB, and 4 in tiles."""
@@ -145,6 +146,7 @@ class TestPlan(unittest.TestCase):
             (("--gpus", "2", "--memory", "1GB"), "are the driver's"),
             (("--gpus", "2", "--link", "0GB/s"), "--link 0GB/s: write 16GB/s"),
             (("--gpus", "2", "--link", "12GB"), "--link 12GB: write"),
+            (("--gpus", "2", "--dtype", "float32"), "are of 16 bits, and float32 is several times slower"),
             (("--gpus", "0"), "--gpus must be at least 1; got 0"),
             (("--nodes", "-1", "--gpus", "2"), "--nodes must be at least 1; got -1"),
             (("--gpus", "2", "--resolution", "100"), "no multiple of 16"),
