@@ -267,9 +267,6 @@ def _report(
     else:
         least = min((each for each in dropped if each.short_of), key=lambda each: each.short_of, default=None)
         if least is not None:
-            lines.append(
-                f"nothing fits; {least.mesh} lacks the least, {least.short_of / 1e9:.1f} GB: "
-                f"{'--dtype int8' if args.dtype not in QUANTIZED else 'more GPUs'}, or generate's "
-                "--offload group"
-            )
+            short = f"{least.mesh} lacks the least, {least.short_of / 1e9:.1f} GB"
+            lines.append(f"nothing fits; {short}: {least.way_out}")
     return "\n".join(lines)

@@ -82,11 +82,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A mesh that cannot be had; `short_of` has the bytes that it lacks, where that is why."""
+    """A mesh that cannot be had; where bytes are why: `short_of` has how many it lacks, `way_out` what frees them."""
 
     mesh: str
     reason: str
     short_of: float = 0.0
+    way_out: str = ""
 
 
 def mesh_name(degrees: Mapping[str, int], rotate_method: str) -> str:
@@ -210,11 +211,22 @@ def _candidate(
     short = most + RESERVED - machine.memory
     if short > 0:
         reason = f"{most / 1e9:.1f} GB to {stage}, {(machine.memory - RESERVED) / 1e9:.1f} are free"
-        return Dropped(mesh_name(degrees, rotate_method), reason, short)
+        return Dropped(mesh_name(degrees, rotate_method), reason, short, _way_out(stage, short, ledger, dtype))
     seconds = predict(ledger, degrees, machine.gpu, machine.links, machine.gpus, compiled)
     cfg = degrees.get("cfg", 1)
     guidance = _seconds_of_guidance(ledger, degrees, machine) if cfg > 1 else 0.0
     return Candidate(degrees, rotate_method, seconds, subject.forwards // cfg, guidance, stages, tiled)
+
+
+def _way_out(stage: str, short: float, ledger: Ledger, dtype: str) -> str:
+    """What frees so many bytes: something about weights, where these are enough."""
+    if stage == "decode":  # of a tile, by each rank
+        return "a smaller --resolution, fewer --frames, or GPUs of more memory"
+    held = denoise_bytes(ledger, dtype)
+    if stage == "denoise" and short > held - ledger.activations:
+        return "a smaller --resolution, fewer --frames, less --text, or more GPUs"
+    enough = stage == "denoise" and short <= held - denoise_bytes(ledger, "int8")
+    return f"{'--dtype int8' if enough else 'more GPUs'}, or generate's --offload group"
 
 
 def one_gpu(subject: Subject, size: Size, machine: Machine, dtype: str, compiled: bool) -> float:

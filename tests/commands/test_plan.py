@@ -137,8 +137,12 @@ class TestPlan(unittest.TestCase):
         assert found["dropped"] and all(each["reason"] for each in found["dropped"])
 
     def test_nothing_fits(self):
-        code, text, _ = plan("--gpus", "2", "--memory", "1001MB")
-        assert code == 1 and "nothing fits; " in text and "--dtype int8" in text, text
+        for arguments, said in (
+            (("--memory", "1100MB", "--text", "99999"), "less --text, or more GPUs"),
+            (("--memory", "1002MB"), "fewer --frames, or GPUs of more memory"),
+        ):
+            code, text, _ = plan("--gpus", "2", *arguments)
+            assert code == 1 and "nothing fits; " in text and text.endswith(f"{said}\n"), text
 
     @parameterized.expand(
         [

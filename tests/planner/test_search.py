@@ -90,6 +90,19 @@ class TestSearch(unittest.TestCase):
         found, dropped = search(flux, flux.size, machine(2, memory=16e9, links=SLOW), "int8")
         assert len(found) == 4 and not dropped
 
+    def test_advice_is_of_weights_where_they_are_enough(self):
+        flux = replace(find_subject("flux"), encoders={}, vae=None)
+        for memory, text, dtype, said in (
+            (16e9, 512, "bfloat16", "--dtype int8, or generate's --offload group"),
+            (8e9, 512, "bfloat16", "more GPUs, or generate's --offload group"),
+            (8e9, 512, "int8", "more GPUs, or generate's --offload group"),
+            (16e9, 500000, "bfloat16", "a smaller --resolution, fewer --frames, less --text, or more GPUs"),
+        ):
+            size = flux.known.sized(None, None, text)
+            given = machine(2, memory=memory), dtype
+            _, dropped = search(flux, size, *given, wanted=lambda degrees: degrees == {"ulysses": 2})
+            assert [each.way_out for each in dropped] == [said], dropped
+
     def test_slow_links_are_for_guidance(self):
         wan = replace(find_subject("wan"), config={"num_layers": 2}, encoders={}, vae=None)
         guided, _ = search(wan, wan.known.sized(None, 9, None), machine(2, links=SLOW), "bfloat16")
