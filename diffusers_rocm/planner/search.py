@@ -145,7 +145,7 @@ def search(
             told(name)
             shared = {axis: count for axis, count in degrees.items() if axis != "cfg"}
             slow = _slowest_of_ulysses(machine, degrees) < FAST
-            key = (*shared.items(), rotate_method, slow)
+            key = rotate_method, (*shared.items(), slow)
             try:
                 if key not in ledgers:
                     given = subject.known, size, shared, subject.config, computed(dtype), rotate_method, slow
@@ -153,6 +153,8 @@ def search(
             except ValueError as error:
                 dropped.append(Dropped(name, str(error)))
                 continue
+            if rotate_method == "allgather" and ledgers[key] == ledgers.get(("p2p", key[1])):
+                continue  # short sequences are gathered by either
             each = _candidate(degrees, rotate_method, ledgers[key], around, tiled, subject, machine, dtype, compiled)
             (found if isinstance(each, Candidate) else dropped).append(each)
         if machine.world > MANY and len(found) > before and min(each.step for each in found[before:]) > fastest:

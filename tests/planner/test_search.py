@@ -85,10 +85,24 @@ class TestSearch(unittest.TestCase):
         flux = replace(find_subject("black-forest-labs/FLUX.1-dev"), encoders={}, vae=None)
         found, dropped = search(flux, flux.size, machine(2, memory=16e9, links=SLOW), "bfloat16")
         assert [str(each) for each in found] == ["tp=2"]
-        assert {each.mesh for each in dropped} == {"ulysses=2", "ring=2 (p2p)", "ring=2 (allgather)"}
+        assert {each.mesh for each in dropped} == {"ulysses=2", "ring=2 (p2p)"}
         assert all("GB to denoise, 15.0 are free" in each.reason and each.short_of > 8e9 for each in dropped)
         found, dropped = search(flux, flux.size, machine(2, memory=16e9, links=SLOW), "int8")
-        assert len(found) == 4 and not dropped
+        assert len(found) == 3 and not dropped
+
+    def test_a_ring_has_two_rows_where_it_has_two_ways(self):
+        """Short sequences are gathered by either rotate method."""
+        flux = replace(find_subject("flux"), config={"num_layers": 1, "num_single_layers": 1}, encoders={}, vae=None)
+
+        def ring(degrees):
+            return degrees == {"ring": 2}
+
+        for resolution, rows in ((256, ["ring=2 (p2p)"]), (2048, ["ring=2 (allgather)", "ring=2 (p2p)"])):
+            size = flux.known.sized(resolution, None, None)
+            for memory in (141e9, 1.1e9):
+                found, dropped = search(flux, size, machine(2, memory=memory, links=SLOW), "bfloat16", wanted=ring)
+                assert sorted([*map(str, found), *(each.mesh for each in dropped)]) == rows, (found, dropped)
+                assert bool(found) == (memory > 2e9)
 
     def test_advice_is_of_weights_where_they_are_enough(self):
         flux = replace(find_subject("flux"), encoders={}, vae=None)
