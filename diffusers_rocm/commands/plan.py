@@ -19,6 +19,7 @@ from ..pipelines.model_folder import ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS
 from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
 from ..planner.measure import measure
+from ..planner.rehearsal import cannot_be_had
 from ..planner.search import (
     QUANTIZED,
     RESERVED,
@@ -132,8 +133,11 @@ def _explained(model: str, tp: int, dtype: str) -> PlanReport:
     else:
         folder = ModelFolder(model)
         cls, config = folder.denoiser(), folder.denoiser_config()
-    with torch.device("meta"):
-        whole = cls.from_config(config).to(computed(dtype))
+    try:
+        with torch.device("meta"):
+            whole = cls.from_config(config).to(computed(dtype))
+    except Exception as error:  # classes check little of their configs
+        raise cannot_be_had(cls.__name__, config, error) from error
     return verify_plan(whole, tp, WEIGHT_BYTES[dtype] if dtype in QUANTIZED else None)
 
 

@@ -75,6 +75,7 @@ class TestPlan(unittest.TestCase):
             ("no heads", "transformer/config.json", {"num_attention_heads": 0}, "cannot be had with"),
             ("negative", "transformer/config.json", {"num_attention_heads": -3}, "cannot be had with"),
             ("word", "transformer/config.json", {"num_attention_heads": "many"}, "num_attention_heads='many'"),
+            ("nan", "transformer/config.json", {"num_attention_heads": float("nan")}, "num_attention_heads=nan"),
             ("dims", "transformer/config.json", {"axes_dims_rope": [1, 2]}, "axes_dims_rope=[1, 2]"),
             ("channels", "vae/config.json", {"block_out_channels": "abc"}, "AutoencoderKL cannot be had with"),
             ("hidden", "text_encoder/config.json", {"hidden_size": -1}, "CLIPTextModel cannot be had with"),
@@ -86,8 +87,10 @@ class TestPlan(unittest.TestCase):
             if isinstance(content, dict):
                 content = json.dumps(json.loads((folder / name).read_text()) | content)
             (folder / name).write_text(content)
-            code, text, errors = plan("--gpus", "2", "--model", str(folder))
-        assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
+            answers = [plan("--gpus", "2", "--model", str(folder))]
+            answers += [plan("--tp", "2", "--model", str(folder))] * ("num_attention_heads=" in said)
+        for code, text, errors in answers:
+            assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
 
     def test_a_class_that_diffusers_lacks(self):
         with tempfile.TemporaryDirectory() as folder:
