@@ -65,7 +65,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="all meshes, and not just the fastest ten")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--tp", type=int, help="what a rank holds under this degree, of a pipeline's folder or id")
+    parser.add_argument("--tp", type=int, help="without --gpus: what a rank of a pipeline's folder or id holds")
     parser.add_argument("--explain", action="store_true", help="also what is replicated, and why")
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -102,6 +102,8 @@ def check(args: argparse.Namespace) -> PlanRequest:
     gpus = args.gpus or torch.cuda.device_count()
     if gpus == 0:
         raise ValueError("this machine has no GPUs to plan for: give --gpus 4, say")
+    if args.tp is not None:
+        _check_tp(args, gpus)
     if args.measure and (args.gpu or under_torchrun()):
         raise ValueError("--measure measures the GPUs that are here, in one process: without --gpu and torchrun")
     gpu = find_gpu("H200" if args.measure else args.gpu)  # what is measured takes its place
@@ -111,6 +113,15 @@ def check(args: argparse.Namespace) -> PlanRequest:
     if memory <= RESERVED:
         raise ValueError(f"--memory {args.memory}: {RESERVED / 1e9:g} GB of each GPU are the driver's")
     return PlanRequest(subject, size, Machine(gpu, gpus, args.nodes, memory, Links(inside, between)))
+
+
+def _check_tp(args: argparse.Namespace, gpus: int) -> None:
+    """Beside GPUs, whose meshes have all degrees. Raises ValueError."""
+    if not args.explain:
+        raise ValueError("--tp with --gpus is for --explain; the meshes of the GPUs have every tp")
+    if args.tp > gpus or gpus * args.nodes % args.tp:
+        raise ValueError(f"--tp {args.tp}: no mesh of nodes of {gpus} GPUs has it; use a divisor of {gpus}")
+    _explained(args.model, args.tp, args.dtype)
 
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)(B|B/s)", re.ASCII)

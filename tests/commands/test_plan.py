@@ -55,6 +55,8 @@ class TestPlan(unittest.TestCase):
         whole, int8 = (verify_plan(model.bfloat16(), 2, each) for each in (None, 1.01))
         assert abs(whole.full_bytes - int8.full_bytes - 0.99 * weights) <= 1
         assert max(int8.rank_bytes) < 0.6 * max(whole.rank_bytes)
+        code, text, _ = plan("--gpus", "4", "--tp", "4", "--explain")
+        assert code == 0 and "FluxTransformer2DModel, tp=4:" in text, text
 
     def test_the_hook_for_errors_is_as_it_was(self):
         """torch puts a rank's name before every line, once more for each group that it makes."""
@@ -161,6 +163,9 @@ class TestPlan(unittest.TestCase):
             (("--gpus", "2", "--gpu", "Voodoo 3"), "--gpu Voodoo 3: unknown; there are"),
             (("--gpus", "2", "--gpu", "7900"), "which of RX 7900 XTX, RX 7900 XT"),
             (("--gpus", "2", "--gpu", "H200", "--measure"), "--measure measures the GPUs that are here"),
+            (("--gpus", "2", "--tp", "2"), "--tp with --gpus is for --explain"),
+            (("--gpus", "2", "--tp", "4", "--explain"), "no mesh of nodes of 2 GPUs has it; use a divisor of 2"),
+            (("--gpus", "18", "--tp", "9", "--explain"), "tp=9 exceeds the 8 attention heads"),
             (("--tp", "9"), "tp=9 exceeds the 8 attention heads"),
             (("--model", "./no-such", "--gpus", "2"), "./no-such: no model_index.json there"),
             (("--model", "no-such", "--gpus", "2"), "no-such: there is no such folder, and ids on the Hub are OWNER/"),
