@@ -3,8 +3,10 @@
 import argparse
 import json
 import logging
+import math
 import re
 import sys
+import threading
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +35,14 @@ from ..planner.search import (
     search,
 )
 from ..planner.subject import SUBJECTS, Subject, find_subject, known_subject
+
+
+# More than there is of any, and what takes minutes to look at.
+MOST = {"gpus": 4096, "nodes": 4096, "resolution": 1 << 15, "frames": 10_000, "text": 1_000_000, "tp": 4096}
+
+
+# Seconds without a word, where stderr is no terminal.
+PATIENCE = 15
 
 
 @dataclass(frozen=True)
@@ -77,10 +87,11 @@ def check(args: argparse.Namespace) -> PlanRequest:
     diffusers.utils.logging.set_verbosity_error()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    for name in ("gpus", "nodes", "resolution", "frames", "text", "tp"):
+    for name, most in MOST.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1; got {value}")
+        if value is not None and not 1 <= value <= most:
+            bound = "at least 1" if value < 1 else f"at most {most}"
+            raise ValueError(f"--{name} must be {bound}; got {value}")
     if args.tp is not None and args.gpus is None:
         _explained(args.model, args.tp, args.dtype)
         return PlanRequest(None, None, None)
@@ -102,6 +113,8 @@ def check(args: argparse.Namespace) -> PlanRequest:
     gpus = args.gpus or torch.cuda.device_count()
     if gpus == 0:
         raise ValueError("this machine has no GPUs to plan for: give --gpus 4, say")
+    if gpus * args.nodes > MOST["gpus"]:
+        raise ValueError(f"--nodes {args.nodes} of {gpus} GPUs each: plan for at most {MOST['gpus']} in all")
     if args.tp is not None:
         _check_tp(args, gpus)
     if args.measure and (args.gpu or under_torchrun()):
@@ -132,9 +145,12 @@ def _amount(text: str | None, flag: str, unit: str) -> float | None:
     if text is None:
         return None
     match = _AMOUNT.fullmatch(text.strip())
-    if match is None or match[4] != unit or float(match[1]) == 0:
+    found = math.nan
+    if match is not None and match[4] == unit:
+        found = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
+    if not 1e3 <= found <= 1e18:
         raise ValueError(f"{flag} {text}: write 16G{unit} or 15.9Gi{unit}, say")
-    return float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ")
+    return found
 
 
 def _explained(model: str, tp: int, dtype: str) -> PlanReport:
@@ -162,12 +178,17 @@ def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
         if sys.stderr.isatty():
             print(f"\r\x1b[Klooking at {mesh}", end="", file=sys.stderr, flush=True)
 
+    said = "diffusers-rocm: still looking: many GPUs and long videos take minutes"
+    sign_of_life = threading.Timer(PATIENCE, lambda: sys.stderr.isatty() or print(said, file=sys.stderr))
+    sign_of_life.start()
     try:
         alone = one_gpu(request.subject, request.size, machine, args.dtype, not args.eager)
         found, dropped = search(request.subject, request.size, machine, args.dtype, not args.eager, told)
     except ValueError as error:  # of the model's configs, which building it alone can tell
         print(f"diffusers-rocm: {error}", file=sys.stderr)
         return 2
+    finally:
+        sign_of_life.cancel()
     dropped += never_made(request.subject, machine)
     told("nothing more")
     if args.json:

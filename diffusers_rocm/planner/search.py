@@ -125,12 +125,13 @@ def search(
 
     Args:
         dtype: of the weights: of `WEIGHT_BYTES`. What is computed is in bfloat16 where weights are smaller.
-        told: is called with the name of each mesh before it is looked at.
+        told: is called with the name of each mesh, and of what is beside them, before it is looked at.
         wanted: which meshes to look at.
 
     Raises:
         ValueError: a class that diffusers or transformers lacks.
     """
+    told("text encoders and VAE")
     around, tiled = _around_denoising(subject, size, machine, computed(dtype))
     found, dropped, ledgers = [], [], {}
     by_tp: dict[int, list[tuple[dict[str, int], str]]] = {}

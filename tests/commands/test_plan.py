@@ -9,6 +9,7 @@ import unittest
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -133,6 +134,12 @@ class TestPlan(unittest.TestCase):
             _, text, _ = plan(*given, "--json")
             assert {each["vae_tiling"] for each in json.loads(text)["meshes"]} == {tiled}
 
+    def test_a_sign_of_life(self):
+        with mock.patch.object(commands.plan, "PATIENCE", 0):
+            code, text, errors = plan("--gpus", "2", "--json")
+        assert code == 0 and json.loads(text) and "still looking" in errors and errors.count("\n") == 1, errors
+        assert "still looking" not in plan("--gpus", "2")[2]
+
     def test_json(self):
         code, text, _ = plan("--gpus", "4", "--memory", "1.0045GB", "--json")
         found = json.loads(text)
@@ -157,6 +164,11 @@ class TestPlan(unittest.TestCase):
             (("--gpus", "2", "--link", "0GB/s"), "--link 0GB/s: write 16GB/s"),
             (("--gpus", "2", "--link", "12GB"), "--link 12GB: write"),
             (("--gpus", "2", "--dtype", "float32"), "are of 16 bits, and float32 is several times slower"),
+            (("--gpus", "2", "--memory", "9" * 400 + "GB"), "9GB: write 16GB"),
+            (("--gpus", "100000000"), "--gpus must be at most 4096; got 100000000"),
+            (("--gpus", "512", "--nodes", "9"), "--nodes 9 of 512 GPUs each: plan for at most 4096 in all"),
+            (("--gpus", "2", "--text", "9" * 100), "--text must be at most 1000000"),
+            (("--gpus", "2", "--model", "wan", "--frames", "4" + "0" * 20 + "1"), "--frames must be at most 10000"),
             (("--gpus", "0"), "--gpus must be at least 1; got 0"),
             (("--nodes", "-1", "--gpus", "2"), "--nodes must be at least 1; got -1"),
             (("--gpus", "2", "--resolution", "100"), "no multiple of 16"),
