@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import diffusers
+import huggingface_hub
 import torch
 import transformers
 
 from ..benchmarks.known_models import Size
 from ..distributed.launching import under_torchrun
 from ..models.plans.verify import PlanReport, verify_plan
-from ..pipelines.model_folder import ModelFolder
 from ..pipelines.quantization import QUANTIZATIONS
 from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
 from ..planner.measure import measure
@@ -34,7 +34,7 @@ from ..planner.search import (
     one_gpu,
     search,
 )
-from ..planner.subject import SUBJECTS, Subject, find_subject, known_subject
+from ..planner.subject import SUBJECTS, Subject, find_subject, known_subject, open_folder
 
 
 # More than there is of any, and what takes minutes to look at.
@@ -84,8 +84,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> PlanRequest:
     """Raises ValueError."""
     # Nothing is loaded: what importing classes has to say of their weights and processors does not matter here.
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
+    for library in (diffusers, transformers, huggingface_hub):  # the last says each time that it tries again
+        library.utils.logging.set_verbosity_error()
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     for name, most in MOST.items():
         value = getattr(args, name)
@@ -158,7 +158,7 @@ def _explained(model: str, tp: int, dtype: str) -> PlanReport:
     if (subject := known_subject(model)) is not None:
         cls, config = getattr(diffusers, subject.known.cls), {**subject.known.config, **subject.config}
     else:
-        folder = ModelFolder(model)
+        folder = open_folder(model)
         cls, config = folder.denoiser(), folder.denoiser_config()
     try:
         with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..benchmarks.known_models import KNOWN_MODELS, KnownModel, Size
@@ -149,6 +150,20 @@ def known_subject(model: str) -> Subject | None:
     return next((each for short, each in SUBJECTS.items() if model.lower() in (short, each.name.lower())), None)
 
 
+def open_folder(model: str) -> ModelFolder:
+    """Of a model without a short name.
+
+    Raises:
+        ValueError: there is no pipeline there.
+    """
+    if "/" not in model and not Path(model).exists():
+        names = ", ".join(SUBJECTS)
+        raise ValueError(
+            f"{model}: there is no such folder, and ids on the Hub are OWNER/NAME; short names are {names}"
+        )
+    return ModelFolder(model)
+
+
 def find_subject(model: str) -> Subject:
     """A pipeline that is known by a short name or its id on the Hub; else one in a folder, or on the Hub if online.
 
@@ -157,7 +172,7 @@ def find_subject(model: str) -> Subject:
     """
     if (subject := known_subject(model)) is not None:
         return subject
-    folder = ModelFolder(model)
+    folder = open_folder(model)
     for each in SUBJECTS.values():
         if each.known.cls == folder.denoiser_class:
             break

@@ -1,6 +1,7 @@
 """`diffusers-rocm plan`."""
 
 import json
+import logging
 import re
 import shutil
 import sys
@@ -11,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 from unittest import mock
 
+import huggingface_hub.constants
 import torch
 from diffusers import FluxTransformer2DModel
 from hypothesis import given, settings
@@ -94,6 +96,12 @@ class TestPlan(unittest.TestCase):
             answers += [plan("--tp", "2", "--model", str(folder))] * ("num_attention_heads=" in said)
         for code, text, errors in answers:
             assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
+
+    def test_the_hub_is_asked_in_silence(self):
+        with mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
+            code, _, errors = plan("--model", "nobody/nothing", "--gpus", "2")
+        assert code == 2 and "nobody/nothing: no model_index.json there" in errors and errors.count("\n") == 1, errors
+        assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)
 
     def test_a_class_that_diffusers_lacks(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -181,6 +189,11 @@ class TestPlan(unittest.TestCase):
             (("--tp", "9"), "tp=9 exceeds the 8 attention heads"),
             (("--model", "./no-such", "--gpus", "2"), "./no-such: no model_index.json there"),
             (("--model", "no-such", "--gpus", "2"), "no-such: there is no such folder, and ids on the Hub are OWNER/"),
+            (
+                ("--model", "fluxx", "--gpus", "2"),
+                "ids on the Hub are OWNER/NAME; short names are flux, ",
+            ),
+            (("--model", "FLUX.1-dev", "--tp", "2"), "short names are flux, "),
             (("--gpus", "2", "--frames", "5"), "5 frames: a FluxTransformer2DModel makes pictures"),
             (("--gpus", "2", "--model", "wan", "--resolution", "480", "--frames", "4"), "makes 1 or 5"),
         ]
