@@ -23,6 +23,7 @@ HEAD = """# From 1 to 64 nodes, predicted
 **Predictions, not measurements**, by `python utils/make_scaling.py`: nodes of 8 MI300X, of which nothing was measured
 here (shares of the data sheet are assumed, [planning.md](planning.md)), {inside:g} GB/s inside a node and {between:g}
 GB/s for each GPU between nodes, compiled, bfloat16. A step is one denoising step; tp is left out, since weights fit.
+On more than 8 nodes not all meshes were looked at: of Ulysses only multiples of 4.
 
 By Ulysses alone HunyuanVideo (24 heads) goes as far as 3 nodes and Wan 2.1 14B (40 heads) as far as 5: each rank needs
 a head. Beyond, a ring joins, whose hops hide under attention, as most of what Ulysses sends between nodes does where
@@ -36,10 +37,10 @@ def row(name: str, heads: int, nodes: int) -> str:
     machine = Machine(gpu, 8, nodes, gpu.memory, Links(gpu.link, BETWEEN_NODES))
 
     def wanted(degrees: Mapping[str, int]) -> bool:
-        # Whole nodes by Ulysses, whole branches by cfg: what else there is was never the best on few nodes.
+        # Whole branches by cfg; on many nodes also whole halves of a node by Ulysses, as all meshes would take hours.
         ulysses = degrees.get("ulysses", 1)
         branches = degrees.get("cfg", 1) == subject.forwards or degrees.keys() == {"ulysses"}
-        return "tp" not in degrees and ulysses <= heads and branches and (ulysses % 4 == 0 or nodes == 1)
+        return "tp" not in degrees and ulysses <= heads and branches and (ulysses % 4 == 0 or nodes <= 8)
 
     found, dropped = search(subject, subject.size, machine, "bfloat16", wanted=wanted)
     if not found:

@@ -5,6 +5,7 @@ import sys
 import unittest
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -21,7 +22,7 @@ from diffusers_rocm.planner.subject import SUBJECTS, find_subject
 from ..testing_utils import in_process, message_of
 
 
-CHECK = Path(__file__).parents[2] / "utils" / "check_planner.py"
+UTILS = Path(__file__).parents[2] / "utils"
 H200, FAST, SLOW = GPUS["H200"], Links(310e9, 50e9), Links(12e9, 12e9)
 
 
@@ -35,14 +36,20 @@ def seconds_of(exchange: Exchange, degrees: dict[str, int], links: Links, per_no
     return predict(ledger, degrees, H200, links, per_node)
 
 
+def script(name: str) -> ModuleType:
+    """One of utils/."""
+    spec = importlib.util.spec_from_file_location(name, UTILS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class TestCost(unittest.TestCase):
     def test_what_was_measured(self):
         """Every row within a fifth, and no mesh chosen that was much slower than the best: also of slow links."""
         files = ("flux_1024_graphs_4xh200", "flux_65k_4xh200_p2p_off", "wan_480_compiled_4xh200")
-        spec = importlib.util.spec_from_file_location("check_planner", CHECK)
-        check = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(check)
-        with mock.patch.object(sys, "argv", [str(CHECK), "--files", *files]):
+        check = script("check_planner")
+        with mock.patch.object(sys, "argv", ["check_planner", "--files", *files]):
             result = in_process(check.main)
         assert result.returncode == 0 and "16 rows" in result.stdout, result.stdout + result.stderr
 
@@ -146,6 +153,12 @@ class TestSearch(unittest.TestCase):
             wanted=lambda degrees: degrees.get("ulysses") == 8 and degrees.keys() <= {"ring", "ulysses"},
         )
         assert beyond and all(each.degrees["ring"] == nodes + 1 for each in beyond)
+
+    def test_the_page_of_many_nodes(self):
+        """Its row of 5 nodes is that of the best mesh of all."""
+        make = script("make_scaling")
+        row = make.row("wan", 40, 5)
+        assert "cfg=2,ring=2,ulysses=10" in row and f"\n{row}\n" in make.PAGE.read_text(), row
 
     def test_encoders_are_cut(self):
         part = SUBJECTS["flux"].encoders["text_encoder_2"]
