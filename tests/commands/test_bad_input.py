@@ -1,7 +1,9 @@
 """No words on the command line lead to a traceback: what cannot be is one line and exit code 2."""
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,6 +11,7 @@ import unittest
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 from unittest import mock
 
 import huggingface_hub.constants
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 
 from diffusers_rocm import commands
 from diffusers_rocm.commands import make_parser
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 
 def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list]]:
@@ -27,6 +31,35 @@ def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Ite
             yield from parsers(each, (*words, name))
     if not inner:
         yield words, [action for action in parser._actions if action.dest != "help"]
+
+
+# Of the embedded model: where a config can go wrong, and how.
+CONFIGS = ("model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json")
+ODD = st.sampled_from([None, 0, -1, 3, 1.5, float("nan"), float("inf"), 10**30, "", "eight", [], [1], {}, True])
+BIG = st.sampled_from(["0", "1", "2", "3", "64", "65536", *("9" * count for count in (10, 22, 400))])
+UNITS = {"resolution": "", "frames": "", "text": "", "gpus": "", "nodes": "", "tp": "", "memory": "GB", "link": "GB/s"}
+
+
+@st.composite
+def odd_folders(draw: st.DrawFn) -> dict[str, str]:
+    """`{file: content}`: a value that is odd or gone, or a file that is cut."""
+    name = draw(st.sampled_from(CONFIGS))
+    text = (EMBEDDED_MODEL / name).read_text()
+    if draw(st.booleans()):
+        return {name: text[: draw(st.integers(0, len(text)))]}
+    config = json.loads(text)
+    key = draw(st.sampled_from(sorted(config)))
+    return {name: json.dumps(config | {key: draw(ODD)})}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[str]:
+    """Of a folder named `model`: small in all that is not odd, so that it is quick."""
+    odd = draw(st.lists(st.sampled_from(sorted(UNITS)), max_size=2, unique=True))
+    given = {"gpus": "2", "resolution": "64", "text": "32", "gpu": "7800 XT"}
+    given |= {name: draw(BIG) + UNITS[name] for name in odd}
+    flags = draw(st.lists(st.sampled_from(["--json", "--explain", "--guidance", "--all", "--dtype=int8"]), max_size=2))
+    return ["plan", "--model", "model", *(f"--{name}={value}" for name, value in given.items()), *flags]
 
 
 COMMANDS = list(parsers(make_parser()))
@@ -57,8 +90,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 
 @contextmanager
-def nothing_runs() -> Iterator[None]:
-    """In an empty folder, without a network, and with commands that only check."""
+def nothing_runs(but: str | None = None) -> Iterator[None]:
+    """In an empty folder, without a network, and with commands that only check, but for one."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.callback(os.chdir, before)
@@ -72,7 +105,8 @@ def nothing_runs() -> Iterator[None]:
 
         def parse_args(self: argparse.ArgumentParser, *args, **kwargs) -> argparse.Namespace:
             found = original(self, *args, **kwargs)
-            found.run = lambda request, args, argv: 0
+            if found.command != but:
+                found.run = lambda request, args, argv: 0
             return found
 
         stack.enter_context(mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args))
@@ -123,6 +157,18 @@ class TestBadInput(unittest.TestCase):
                 [sys.executable, "-m", "diffusers_rocm", "env"], stdout=pipe, stderr=subprocess.PIPE, text=True
             )
         assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr[-500:]
+
+    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(plans(), st.just({}) | odd_folders())
+    def test_plan_runs(self, words, changed):
+        errors = StringIO()
+        with nothing_runs(but="plan"), redirect_stdout(StringIO()), redirect_stderr(errors):
+            shutil.copytree(EMBEDDED_MODEL, "model")
+            for name, content in changed.items():
+                Path("model", name).write_text(content)
+            code = commands.main(words)
+        assert code in (0, 1, 2), (words, changed, code)
+        assert code != 2 or errors.getvalue().count("\n") == 1, (words, changed, errors.getvalue())
 
 
 if __name__ == "__main__":
