@@ -36,7 +36,7 @@ def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Ite
 # Of the embedded model: where a config can go wrong, and how.
 CONFIGS = ("model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json")
 ODD = st.sampled_from([None, 0, -1, 3, 1.5, float("nan"), float("inf"), 10**30, "", "eight", [], [1], {}, True])
-BIG = st.sampled_from(["0", "1", "2", "3", "64", "65536", *("9" * count for count in (10, 22, 400))])
+BIG = st.sampled_from(["0", "1", "2", "3", "65536", *("9" * count for count in (10, 22, 400))])
 UNITS = {"resolution": "", "frames": "", "text": "", "gpus": "", "nodes": "", "tp": "", "memory": "GB", "link": "GB/s"}
 
 
@@ -158,7 +158,7 @@ class TestBadInput(unittest.TestCase):
             )
         assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr[-500:]
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(plans(), st.just({}) | odd_folders())
     def test_plan_runs(self, words, changed):
         errors = StringIO()
