@@ -30,22 +30,27 @@ class Collective:
     Attributes:
         sent: bytes that each rank gives.
         calls: in a step.
-        microseconds: of one.
+        microseconds: of one, in each repeat.
     """
 
     name: str
     sent: list[int]
     calls: int
-    microseconds: float
+    microseconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """Microseconds of one."""
+        return statistics.median(self.microseconds)
 
     @property
     def gigabytes_a_second(self) -> float:
         """Of what the rank with the most gives; over the wire it is another amount, by the kind of collective."""
-        return max(self.sent) / self.microseconds / 1e3
+        return max(self.sent) / self.median / 1e3
 
     @property
     def milliseconds_a_step(self) -> float:
-        return self.calls * self.microseconds / 1e3
+        return self.calls * self.median / 1e3
 
 
 @dataclass
@@ -94,19 +99,23 @@ def measure_comm(request: StepRequest) -> list[Collective]:
 
         in_a_row()
         times = [clock.milliseconds(in_a_row) * 1e3 / IN_A_ROW for _ in range(request.repeats)]
-        found.append(Collective(name, row, len(same), statistics.median(times)))
+        found.append(Collective(name, row, len(same), times))
     return sorted(found, key=lambda each: -each.milliseconds_a_step)
 
 
 def comm_table(found: list[Collective]) -> str:
     """One line for each kind and size, then their sum."""
-    lines = [f"{'':12}{'MB a rank':>12}{'calls a step':>14}{'us each':>10}{'GB/s':>8}{'ms a step':>11}"]
+    lines = [
+        f"{'':12}{'MB a rank':>12}{'calls a step':>14}{'us each':>10}{'(least to most)':>20}{'GB/s':>8}"
+        f"{'ms a step':>11}"
+    ]
     for each in found:
         size = f"{max(each.sent) / 1e6:.3f}"
+        least = f"({min(each.microseconds):.1f} to {max(each.microseconds):.1f})"
         lines.append(
-            f"{each.name:12}{size:>12}{each.calls:>14}{each.microseconds:>10.1f}{each.gigabytes_a_second:>8.2f}"
+            f"{each.name:12}{size:>12}{each.calls:>14}{each.median:>10.1f}{least:>20}{each.gigabytes_a_second:>8.2f}"
             f"{each.milliseconds_a_step:>11.3f}"
         )
     total = sum(each.milliseconds_a_step for each in found)
-    lines.append(f"{'all of them':12}{'':12}{sum(each.calls for each in found):>14}{'':18}{total:>11.3f}")
+    lines.append(f"{'all of them':12}{'':12}{sum(each.calls for each in found):>14}{'':38}{total:>11.3f}")
     return "\n".join(lines)

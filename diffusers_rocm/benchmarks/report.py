@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,39 @@ from .step import ONE, Row, StepRequest
 
 
 GIB = 2**30
+BLANK_LINE = "\n\n"
 
 
-def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> str:
-    """What was run, where and with which versions."""
-    size, gpus = request.size, [gpu["name"] for gpu in environment["gpus"]]
-    video = f" x {size.frames} frames" if size.frames > 1 else ""
-    packages = environment["packages"]
-    where = f"{world} x {gpus[0]}" if gpus and request.device != "cpu" else f"{world} rank(s) on CPU"
+def where(environment: Mapping[str, Any], world: int, device: str | None) -> str:
+    """On which machine, with which versions, and how its GPUs are linked."""
+    gpus, packages = [gpu["name"] for gpu in environment["gpus"]], environment["packages"]
+    ranks = f"{world} x {gpus[0]}" if gpus and device != "cpu" else f"{world} rank(s) on CPU"
     versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers", "diffusers_rocm") if name in packages]
-    config = "".join(f", {name}={value}" for name, value in request.config.items())
     settings = [
         f"{name}={value}" for name, value in environment["environment"].items() if name.startswith(("NCCL", "RCCL"))
     ]
-    return "\n".join(
-        [
-            f"{request.model} ({KNOWN_MODELS[request.model].cls}{config}), {size.height}x{size.width}{video}, "
-            f"{size.text} text tokens, {request.dtype}, random weights",
-            ", ".join([where, environment["torch build"], *environment["collectives"], *versions, *settings]),
-            f"milliseconds a step{' of two forwards' if request.guidance else ''}: median (least to most) of "
-            f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}",
-        ]
+    found = ", ".join([ranks, environment["torch build"], *environment["collectives"], *versions, *settings])
+    topology = environment["topology"] if gpus and device != "cpu" else None
+    return f"{found}\n{topology.split(BLANK_LINE)[0]}" if topology else found  # without its legend
+
+
+def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> str:
+    """What was run, and where."""
+    size = request.size
+    video = f" x {size.frames} frames" if size.frames > 1 else ""
+    config = "".join(f", {name}={value}" for name, value in request.config.items())
+    model = f"{request.model} ({KNOWN_MODELS[request.model].cls}{config}), {size.height}x{size.width}{video}"
+    return (
+        f"{model}, {size.text} text tokens, {request.dtype}, random weights\n"
+        f"{where(environment, world, request.device)}"
+    )
+
+
+def how(request: StepRequest) -> str:
+    """What the figures of a step are."""
+    return (
+        f"milliseconds a step{' of two forwards' if request.guidance else ''}: median (least to most) of "
+        f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}"
     )
 
 
@@ -69,31 +81,50 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(shown)
 
 
-def as_json(request: StepRequest, rows: Sequence[Row], environment: Mapping[str, Any], command: str) -> dict[str, Any]:
+def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """All that was measured, milliseconds and bytes; None where there is no number."""
     measured = []
     for row, speedup in zip(rows, speedups(rows), strict=True):
         figures = {"ms": row.median, "speedup": speedup}
         measured.append(asdict(row) | {name: None if math.isnan(x) else x for name, x in figures.items()})
-    return {"command": command, "request": asdict(request), "environment": dict(environment), "rows": measured}
+    return measured
 
 
-def draw(rows: Sequence[Row], title: str, file: Path) -> None:
-    """A bar for each row that was timed. Needs matplotlib."""
+@dataclass(frozen=True)
+class Bar:
+    """What was measured of one thing; those of one kind have one colour."""
+
+    name: str
+    value: float
+    said: str
+    kind: str = ""
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """One for each row that was timed."""
+    return [
+        Bar(f"{row.name}, {row.mode}", row.median, f"{row.median:.1f}  ({speedup:.2f}x)", row.mode)
+        for row, speedup in zip(rows, speedups(rows), strict=True)
+        if not row.note
+    ]
+
+
+def draw(bars: Sequence[Bar], title: str, unit: str, file: Path) -> None:
+    """Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    timed = [(row, speedup) for row, speedup in zip(rows, speedups(rows), strict=True) if not row.note]
-    modes = list(dict.fromkeys(row.mode for row, _ in timed))
-    figure = Figure(figsize=(8, 0.4 * len(timed) + 2.2), layout="constrained")
+    kinds, lines = list(dict.fromkeys(bar.kind for bar in bars)), title.splitlines()
+    figure = Figure(figsize=(8, 0.4 * len(bars) + 1.2 + 0.3 * len(lines)), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh(
-        [f"{row.name}, {row.mode}" for row, _ in timed],
-        [row.median for row, _ in timed],
-        color=[f"C{modes.index(row.mode)}" for row, _ in timed],
+    drawn = axes.barh(
+        range(len(bars)),
+        [bar.value for bar in bars],
+        tick_label=[bar.name for bar in bars],
+        color=[f"C{kinds.index(bar.kind)}" for bar in bars],
     )
-    axes.bar_label(bars, [f"{row.median:.1f}  ({speedup:.2f}x)" for row, speedup in timed], padding=3)
+    axes.bar_label(drawn, [bar.said for bar in bars], padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.3)
-    axes.set_xlabel("milliseconds a step")
-    axes.set_title("\n".join(textwrap.fill(line, 100) for line in title.splitlines()), fontsize="x-small")
+    axes.set_xlabel(unit)
+    axes.set_title("\n".join(textwrap.fill(line.expandtabs(4), 100) for line in lines), fontsize="x-small")
     figure.savefig(file, dpi=150)

@@ -3,9 +3,8 @@
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +29,26 @@ class Run:
     """What one mesh takes.
 
     Attributes:
-        seconds: of each stage; of all but loading the median of the repeats.
+        times: seconds of each stage, in each repeat; of loading, which is not repeated, once.
         peak: bytes of the device of the rank with the most, by stage; 0 on a CPU.
         distance: of the picture from that of one rank, relative L2.
     """
 
     mesh: str
-    seconds: dict[str, float] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     distance: float = 0.0
     wrong: bool = False
 
     @property
+    def pictures(self) -> list[float]:
+        """Seconds from the prompt to the picture, once all is loaded, in each repeat."""
+        return list(map(sum, zip(*(self.times[stage] for stage in STAGES[1:]), strict=True)))
+
+    @property
     def picture(self) -> float:
-        """Seconds from the prompt to the picture, once all is loaded."""
-        return sum(self.seconds[stage] for stage in STAGES[1:])
+        """The median of these."""
+        return statistics.median(self.pictures)
 
 
 def measure_runs(
@@ -85,10 +89,10 @@ def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.
     pipe, axes = load(request, device)
     pipe.set_progress_bar_config(disable=True)
     stages.end()
-    run.seconds["load"] = stages.seconds["load"]
+    run.times["load"] = [stages.seconds["load"]]
     stages.watch(pipe)
     decodes = request.vae != "first-rank" or axes.replica.rank == 0
-    taken: dict[str, list[float]] = {stage: [] for stage in STAGES[1:]}
+    run.times |= {stage: [] for stage in STAGES[1:]}
     for turn in range(repeats + 1):
         stages.seconds.clear()
         stages.begin("encode")
@@ -99,9 +103,8 @@ def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.
             **call_arguments(type(pipe), request),
         )
         stages.end()
-        for stage in taken if turn else ():  # the first one warms up
-            taken[stage].append(stages.seconds.get(stage, 0.0))
-    run.seconds |= {stage: statistics.median(times) for stage, times in taken.items()}
+        for stage in STAGES[1:] if turn else ():  # the first one warms up
+            run.times[stage].append(stages.seconds.get(stage, 0.0))
     run.peak = {stage: stages.peaks.get(stage, (0, 0))[0] for stage in STAGES}
     made = result.images if hasattr(result, "images") else result.frames
     for denoiser in {id(x): x for x in pipe.components.values() if hasattr(x, "parallelism")}.values():
@@ -113,17 +116,14 @@ def runs_table(runs: Sequence[Run]) -> str:
     """One line a mesh, beside the first; one that is wrong has no times."""
     base = runs[0].picture
     heads = "".join(f"{stage:>10}" for stage in (*STAGES, "picture"))
-    lines = [f"{'seconds':20}{heads}{'':9}{'relative L2':>12}"]
+    lines = [f"{'seconds':20}{heads}{'(least to most)':>20}{'':9}{'relative L2':>12}"]
     for run in runs:
         if run.wrong:
             lines.append(f"{run.mesh:20}wrong: {run.distance:.1e} from {ONE}")
             continue
-        times = "".join(f"{run.seconds[stage]:>10.3f}" for stage in STAGES)
-        lines.append(f"{run.mesh:20}{times}{run.picture:>10.3f}{base / run.picture:>8.2f}x{run.distance:>12.1e}")
+        times = "".join(f"{statistics.median(run.times[stage]):>10.3f}" for stage in STAGES)
+        least = f"({min(run.pictures):.3f} to {max(run.pictures):.3f})"
+        lines.append(
+            f"{run.mesh:20}{times}{run.picture:>10.3f}{least:>20}{base / run.picture:>8.2f}x{run.distance:>12.1e}"
+        )
     return "\n".join(lines)
-
-
-def runs_json(request: GenerationRequest, runs: Sequence[Run], environment: dict[str, Any], command: str) -> dict:
-    """All that was measured, seconds and bytes."""
-    rows = [asdict(run) | {"picture": run.picture} for run in runs]
-    return {"command": command, "request": asdict(request), "environment": environment, "rows": rows}

@@ -1,15 +1,15 @@
 """`diffusers-rocm bench comm`: the collectives of a model's step, at the sizes that it sends."""
 
 import argparse
-import json
 from dataclasses import asdict
 
 from ..benchmarks.comm import comm_table, measure_comm
-from ..benchmarks.report import header
+from ..benchmarks.report import Bar, header
 from ..benchmarks.step import StepRequest, check_meshes
 from ..distributed import is_first_rank
 from ..distributed.root_cause import record
 from . import bench_step, env
+from .bench_output import leave
 from .ranks import check_nodes, on_ranks
 
 
@@ -33,16 +33,17 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
     if not is_first_rank():
         return 0
     environment = env.collect()
-    heading = header(request, environment, check_meshes(request.meshes)).rsplit("\n", 1)[0]
-    print(f"{heading}\n{args.mesh}, one eager forward\n{comm_table(found)}", flush=True)
-    if args.json is not None:
-        content = {
-            "command": bench_step.command_line(argv),
-            "request": asdict(request),
-            "environment": environment,
-            "collectives": [asdict(each) for each in found],
-        }
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    heading = f"{header(request, environment, check_meshes(request.meshes))}\n{args.mesh}, one eager forward"
+    measured = {
+        "request": asdict(request),
+        "environment": environment,
+        "collectives": [asdict(each) | {"microseconds": each.median} for each in found],
+    }
+    bars = [
+        Bar(f"{each.name}, {max(each.sent) / 1e6:.3f} MB", each.median, f"{each.median:.0f}", each.name)
+        for each in found
+    ]
+    leave(args, argv, heading, comm_table(found), measured, bars, "microseconds")
     return 0
 
 

@@ -1,18 +1,19 @@
 """`diffusers-rocm bench generate`: a picture or video by each mesh, from end to end."""
 
 import argparse
-import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..benchmarks.report import Bar, where
 from ..benchmarks.step import check_meshes, parse_mesh
-from ..benchmarks.whole_run import Run, measure_runs, runs_json, runs_table
+from ..benchmarks.whole_run import Run, measure_runs, runs_table
 from ..distributed import is_first_rank
 from ..distributed.mesh import AXES
 from ..distributed.root_cause import record
 from ..pipelines.generation import GenerationRequest
-from . import bench_step, env, generate
+from . import env, generate
+from .bench_output import add_output_arguments, check_output, leave
 from .ranks import check_nodes, on_ranks
 
 
@@ -28,7 +29,7 @@ def add_parser(subparsers) -> None:
     generate.add_arguments(parser)
     parser.add_argument("--mesh", nargs="+", required=True, help="tp=2 ulysses=2 ..., in place of --tp, --ulysses")
     parser.add_argument("--repeats", type=int, default=3, help="pictures that are timed, after one that is not")
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    add_output_arguments(parser)
 
 
 def check(args: argparse.Namespace) -> RunsRequest:
@@ -39,7 +40,7 @@ def check(args: argparse.Namespace) -> RunsRequest:
     if args.repeats < 1:
         raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
-    bench_step.check_json(args.json)
+    check_output(args)
     world = check_meshes(tuple(args.mesh))
     for mesh in args.mesh:
         found = parse_mesh(mesh)
@@ -62,10 +63,21 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
 
     runs = measure_runs(request.picture, request.meshes, request.repeats, told)
     if is_first_rank():
-        print(runs_table(runs), flush=True)
-        if args.json is not None:
-            command = bench_step.command_line(argv)
-            args.json.write_text(json.dumps(runs_json(request.picture, runs, env.collect(), command), indent=1) + "\n")
+        environment, picture = env.collect(), request.picture
+        world = check_meshes(request.meshes)
+        size = f"{picture.height}x{picture.width}" if picture.height and picture.width else "its own size"
+        steps = f"{picture.steps} steps" if picture.steps else "its own number of steps"
+        heading = "\n".join(
+            [
+                f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
+                where(environment, world, picture.device),
+                f"seconds: median of {request.repeats}",
+            ]
+        )
+        rows = [asdict(run) | {"picture": run.picture} for run in runs]
+        measured = {"request": asdict(picture), "environment": environment, "rows": rows}
+        bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}") for run in runs if not run.wrong]
+        leave(args, argv, heading, runs_table(runs), measured, bars, "seconds a picture")
     return 1 if any(run.wrong for run in runs) else 0
 
 

@@ -1,11 +1,11 @@
 """`diffusers-rocm bench memory`: the peaks of memory of each rank, stage by stage."""
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 
+from ..benchmarks.report import Bar, where
 from ..distributed import is_first_rank
 from ..distributed.launching import under_torchrun
 from ..distributed.mesh import AXES
@@ -13,8 +13,8 @@ from ..distributed.root_cause import record
 from ..pipelines.generation import GenerationRequest
 from ..pipelines.memory import measure_memory, report
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
-from . import generate
-from .bench_step import check_json
+from . import env, generate
+from .bench_output import add_output_arguments, check_output, leave
 from .ranks import check_nodes, check_writable, on_ranks
 
 
@@ -26,14 +26,14 @@ def add_parser(subparsers) -> None:
         action="store_true",
         help="first write a pipeline of FLUX.1-dev's size with random weights (34 GB) to --model, if it is not there",
     )
-    memory.add_argument("--json", type=Path, help="also write what was measured to this file")
+    add_output_arguments(memory)
     memory.set_defaults(steps=2)
 
 
 def check(args: argparse.Namespace) -> GenerationRequest:
     """Raises ValueError."""
     check_nodes(args)
-    check_json(args.json)
+    check_output(args)
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
     if writes:
@@ -48,16 +48,20 @@ def check(args: argparse.Namespace) -> GenerationRequest:
 
 
 @record
-def measure(request: GenerationRequest, file: Path | None) -> int:
+def measure(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     measured = measure_memory(request)
     measured["request"]["model"] = Path(request.model).name
     if is_first_rank():
-        print(report(measured))
-        if file is not None:
-            file.write_text(json.dumps(measured, indent=1) + "\n")
+        environment = env.collect()
+        what, peaks = report(measured).split("\n", 1)
+        heading = f"{what}\n{where(environment, len(measured['weights']), request.device)}"
+        kind = "host" if measured["device"] == "CPU" else "device"
+        most = {stage: max(of[kind]) / 2**30 for stage, of in measured["peaks"].items()}
+        bars = [Bar(stage, value, f"{value:.2f}") for stage, value in most.items()]
+        leave(args, argv, heading, peaks, {"environment": environment, **measured}, bars, "peak GiB a rank")
     return 0
 
 
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     world = math.prod(getattr(request, name) for name in AXES)
-    return on_ranks(world, args, argv, lambda: measure(request, args.json))
+    return on_ranks(world, args, argv, lambda: measure(request, args, argv))

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 import sys
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import diffusers
@@ -14,14 +14,15 @@ import torch
 from diffusers import ModelMixin
 
 from ..benchmarks.known_models import KNOWN_MODELS, made
-from ..benchmarks.report import as_json, draw, header, table
+from ..benchmarks.report import bars, header, how, rows_json, table
 from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
 from ..distributed import is_first_rank
 from ..distributed.launching import under_torchrun
 from ..distributed.root_cause import record
 from . import env
+from .bench_output import add_output_arguments, check_output, leave
 from .generate import on_gpus
-from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, on_ranks
+from .ranks import add_rank_arguments, check_nodes, check_world, on_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
     parser.add_argument("--repeats", type=int, default=8, help="times in a row that are measured")
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    add_output_arguments(parser)
     add_rank_arguments(parser)
 
 
@@ -68,7 +69,6 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--warmup", type=int, default=2, help="steps before the times")
     parser.add_argument("--rounds", type=int, default=2, help="how often all rows are gone through")
-    parser.add_argument("--chart", type=Path, help="also draw the rows, as a PNG")
 
 
 def check(args: argparse.Namespace) -> StepRequest:
@@ -87,12 +87,6 @@ def check(args: argparse.Namespace) -> StepRequest:
         raise ValueError("--compare cache-dit needs it installed: pip install cache-dit")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
-    if args.chart is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--chart needs matplotlib: pip install matplotlib")
-        if args.chart.suffix.lower() != ".png":
-            raise ValueError(f"--chart writes a PNG; {args.chart} does not end in .png")
-        check_writable(args.chart.parent)
     return StepRequest(
         **vars(request)
         | {
@@ -125,7 +119,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
         raise ValueError(f"--mesh {meshes[0]} is of {world} rank(s), and torchrun started another number")
     if not under_torchrun():
         check_world(world, args.nodes, on_gpus(args))
-    check_json(args.json)
+    check_output(args)
     return StepRequest(
         model=args.model,
         meshes=tuple(meshes),
@@ -147,15 +141,6 @@ def _check_memory(model: ModelMixin, dtype: torch.dtype, world: int, has_gpus: b
         )
 
 
-def check_json(file: Path | None) -> None:
-    """Raises ValueError where it cannot be written."""
-    if file is None:
-        return
-    if file.is_dir():
-        raise ValueError(f"--json {file} is a folder")
-    check_writable(file.parent)
-
-
 def _all_gpus(args: argparse.Namespace) -> list[str]:
     count = torch.cuda.device_count() * args.nodes.count if on_gpus(args) else 0
     if count == 0:
@@ -173,12 +158,6 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def command_line(argv: list[str]) -> str:
-    """How to measure the same again; where it was written does not matter."""
-    files = {index + step for index, word in enumerate(argv) if word in ("--json", "--chart") for step in (0, 1)}
-    return " ".join(["diffusers-rocm", *(word for index, word in enumerate(argv) if index not in files)])
-
-
 @record
 def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
     def told(row: Row) -> None:
@@ -188,13 +167,9 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
     rows = measure_step(request, told)
     if is_first_rank():
         environment = env.collect()
-        heading = header(request, environment, check_meshes(request.meshes))
-        print(f"{heading}\n{table(rows)}", flush=True)
-        if args.json is not None:
-            command = command_line(argv)
-            args.json.write_text(json.dumps(as_json(request, rows, environment, command), indent=1) + "\n")
-        if args.chart is not None:
-            draw(rows, heading, args.chart)
+        heading = f"{header(request, environment, check_meshes(request.meshes))}\n{how(request)}"
+        measured = {"request": asdict(request), "environment": environment, "rows": rows_json(rows)}
+        leave(args, argv, heading, table(rows), measured, bars(rows), "milliseconds a step")
     ours = (ONE, *request.meshes)
     return 1 if any(row.note.startswith("wrong") or row.note and row.name in ours for row in rows) else 0
 

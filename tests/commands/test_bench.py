@@ -48,9 +48,10 @@ class TestBench(unittest.TestCase):
             file = Path(folder, "made", "memory.json")
             output = StringIO()
             with redirect_stdout(output):
-                code = commands.main(["bench", "memory", "--json", str(file)])
+                code = commands.main(["bench", "memory", "--json", str(file), "--chart", f"{folder}/memory.png"])
             measured = json.loads(file.read_text())
-        assert code == 0 and "one rank on CPU: peak GiB" in output.getvalue()
+            assert Path(folder, "memory.png").stat().st_size > 1000
+        assert code == 0 and "one rank on CPU: peak GiB" in output.getvalue() and ", torch " in output.getvalue()
         assert re.search(r"\nweights  kept +\d\.\d\d   largest tensor +\d\.\d\d\n", output.getvalue())
         sizes = [file.stat().st_size for file in EMBEDDED_MODEL.rglob("*.safetensors")]
         # The files are in bfloat16.

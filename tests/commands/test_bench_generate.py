@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from parameterized import parameterized
 
@@ -46,7 +47,7 @@ class TestBenchGenerate(unittest.TestCase):
             assert [run.mesh for run in runs] == [ONE, "tp=2", "ulysses=2"]
             for run in runs:
                 assert not run.wrong and run.distance <= 1e-5, run
-                assert list(run.seconds) == list(STAGES) and min(run.seconds[name] for name in STAGES[:3]) > 0, run
+                assert list(run.times) == list(STAGES) and min(run.times[name][0] for name in STAGES[:3]) > 0, run
 
     def test_wrong(self):
         for runs, shown in run_ranks(2, broken_worker):
@@ -57,13 +58,16 @@ class TestBenchGenerate(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             output, file = StringIO(), Path(folder, "made", "runs.json")
             with redirect_stdout(output), redirect_stderr(StringIO()):
-                code = commands.main(["bench", "generate", "--mesh", "tp=1", "--repeats", "1", "--json", str(file)])
+                code = commands.main(["bench", "generate", "--mesh", "tp=1", "--repeats", "2", "--json", str(file)])
             rows = json.loads(file.read_text())["rows"]
         assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1"]
         for row in rows:
-            assert abs(row["picture"] - sum(row["seconds"][stage] for stage in STAGES[1:])) < 1e-9
-        head, one, tp = output.getvalue().splitlines()
-        assert head.split() == ["seconds", *STAGES, "picture", "relative", "L2"] and "1.00x" in one, output.getvalue()
+            both = [sum(row["times"][stage][turn] for stage in STAGES[1:]) for turn in range(2)]
+            assert row["picture"] == pytest.approx(sum(both) / 2) and len(row["times"]["load"]) == 1
+        what, where, how, head, one, tp = output.getvalue().splitlines()
+        assert what.startswith("tiny-flux-shapes, ") and "on CPU" in where and how == "seconds: median of 2"
+        words = [*STAGES, "picture", "(least", "to", "most)", "relative", "L2"]
+        assert head.split() == ["seconds", *words] and re.search(r"\(\S+ to \S+\) +1.00x", one), output.getvalue()
 
     @parameterized.expand(
         [

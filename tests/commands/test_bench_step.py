@@ -24,7 +24,7 @@ from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
 from diffusers_rocm.benchmarks.comm import Collective, measure_comm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, inputs
-from diffusers_rocm.benchmarks.report import as_json, draw, table
+from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
@@ -217,7 +217,7 @@ class TestBenchStep(unittest.TestCase):
             # A double block has two products a stream that end in a sum, a single block one; attention, of two groups
             # of heads where links are slow, two exchanges for each.
             assert (calls["all-reduce"], calls["all-to-all"]) == ((6, 0) if mesh == "tp=2" else (0, 12)), calls
-            assert all(each.microseconds > 0 and len(each.sent) == 2 for each in found)
+            assert all(each.median > 0 and len(each.microseconds) == len(each.sent) == 2 for each in found)
             image = 256 * 4 * 128 * 4  # bytes of the image's tokens, in float32
             sums = {size for each in found if each.name == "all-reduce" for size in each.sent}
             assert mesh != "tp=2" or sums == {image, image // 16, image + image // 16}, sums
@@ -243,9 +243,24 @@ class TestBenchStep(unittest.TestCase):
     def test_chart(self):
         rows = [Row(ONE, "eager", [10.0], [0]), Row("tp=2", "eager", [6.0], [0]), Row("ring=2", "eager", note="none")]
         with tempfile.TemporaryDirectory() as folder:
-            draw(rows, "title", Path(folder, "chart.png"))
+            draw([*bars(rows), Bar("long", 3.0, "3")], f"title\n{'word ' * 60}", "ms", Path(folder, "chart.png"))
             with Image.open(Path(folder, "chart.png")) as image:
                 assert image.width > 500
+
+    def test_header(self):
+        """Versions, settings and the links between GPUs, without the legend that tools print below them."""
+        matrix = "$ nvidia-smi topo -m\nGPU0\tGPU1\nGPU0\t X \tNV18"
+        environment = {
+            "gpus": [{"name": "H100"}] * 2,
+            "packages": {"torch": "2.11"},
+            "torch build": "CUDA 13.0",
+            "collectives": ["NCCL 2.28.9"],
+            "environment": {"NCCL_P2P_DISABLE": "1", "CUDA_PATH": "x"},
+            "topology": f"{matrix}\n\nLegend:\n  X = Self",
+        }
+        on_gpus = header(request("tp=2", device=None), environment, 2)
+        assert on_gpus.endswith(f"\n2 x H100, CUDA 13.0, NCCL 2.28.9, torch 2.11, NCCL_P2P_DISABLE=1\n{matrix}")
+        assert header(request("tp=2"), environment, 2).endswith("torch 2.11, NCCL_P2P_DISABLE=1")
 
     def test_speedups(self):
         """Over one rank in the same mode; nothing where there is none."""
@@ -255,7 +270,7 @@ class TestBenchStep(unittest.TestCase):
             Row(ONE, "compile", note="not run: no room"),
             Row("tp=2", "compile", [4.0], [2**30]),
         ]
-        written = as_json(request("tp=2"), rows, {}, "")["rows"]
+        written = rows_json(rows)
         assert [row["speedup"] for row in written] == [1.0, 2.0, None, None]
         assert [row["ms"] for row in written] == [10.0, 5.0, None, 4.0]
 

@@ -1,0 +1,53 @@
+"""What each `bench` leaves: a table below what says where it was measured, JSON, and bars."""
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..benchmarks.report import Bar, draw
+from .ranks import check_writable
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--chart", type=Path, help="also draw it, as a PNG")
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Raises ValueError where a file cannot be written."""
+    if args.json is not None:
+        if args.json.is_dir():
+            raise ValueError(f"--json {args.json} is a folder")
+        check_writable(args.json.parent)
+    if args.chart is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--chart needs matplotlib: pip install matplotlib")
+        if args.chart.suffix.lower() != ".png":
+            raise ValueError(f"--chart writes a PNG; {args.chart} does not end in .png")
+        check_writable(args.chart.parent)
+
+
+def leave(
+    args: argparse.Namespace,
+    argv: list[str],
+    heading: str,
+    table: str,
+    measured: Mapping[str, Any],
+    bars: Sequence[Bar],
+    unit: str,
+) -> None:
+    """On the first rank: print the table, and write the files that are asked for."""
+    print(f"{heading}\n{table}", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"command": _command_line(argv), **measured}, indent=1) + "\n")
+    if args.chart is not None:
+        draw(bars, heading, unit, args.chart)
+
+
+def _command_line(argv: list[str]) -> str:
+    """How to measure the same again; where it was written does not matter."""
+    files = {index + step for index, word in enumerate(argv) if word in ("--json", "--chart") for step in (0, 1)}
+    return " ".join(["diffusers-rocm", *(word for index, word in enumerate(argv) if index not in files)])
