@@ -162,7 +162,8 @@ def _explained(model: str, tp: int, dtype: str) -> PlanReport:
         cls, config = folder.denoiser(), folder.denoiser_config()
     try:
         with torch.device("meta"):
-            whole = cls.from_config(config).to(computed(dtype))
+            known = {key: value for key, value in config.items() if not key.startswith("_")}  # of files: _class_name
+            whole = cls.from_config(known).to(computed(dtype))
     except Exception as error:  # classes check little of their configs
         raise cannot_be_had(cls.__name__, config, error) from error
     return verify_plan(whole, tp, WEIGHT_BYTES[dtype] if dtype in QUANTIZED else None)
@@ -170,7 +171,7 @@ def _explained(model: str, tp: int, dtype: str) -> PlanReport:
 
 def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
     if request.machine is None:
-        _print_explained(args, args.tp)
+        print(_shown(args, args.tp))
         return 0
     machine = _measured(request.machine, args) if args.measure else request.machine
 
@@ -184,6 +185,7 @@ def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
     try:
         alone = one_gpu(request.subject, request.size, machine, args.dtype, not args.eager)
         found, dropped = search(request.subject, request.size, machine, args.dtype, not args.eager, told)
+        explained = _shown(args, args.tp or found[0].degrees.get("tp", 1)) if args.explain and found else None
     except ValueError as error:  # of the model's configs, which building it alone can tell
         print(f"diffusers-rocm: {error}", file=sys.stderr)
         return 2
@@ -195,14 +197,14 @@ def run(request: PlanRequest, args: argparse.Namespace, argv: list[str]) -> int:
         print(json.dumps(as_json(request, machine, found, dropped, alone), indent=1))
     else:
         print(_report(request, machine, args, found, dropped, alone))
-    if args.explain and found:
-        _print_explained(args, args.tp or found[0].degrees.get("tp", 1))
+    if explained is not None:
+        print(explained)
     return 0 if found else 1
 
 
-def _print_explained(args: argparse.Namespace, tp: int) -> None:
+def _shown(args: argparse.Namespace, tp: int) -> str:
     text = str(_explained(args.model, tp, args.dtype))
-    print(text if args.explain else text.splitlines()[0])
+    return text if args.explain else text.splitlines()[0]
 
 
 def _measured(machine: Machine, args: argparse.Namespace) -> Machine:

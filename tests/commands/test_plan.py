@@ -97,6 +97,16 @@ class TestPlan(unittest.TestCase):
         for code, text, errors in answers:
             assert code == 2 and said in errors and errors.count("\n") == 1 and not text, errors
 
+    def test_a_config_that_does_not_name_its_class(self):
+        """The index names it: a mesh is found, and is explained."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name, "model")
+            shutil.copytree(EMBEDDED_MODEL, folder)
+            file = folder / "transformer" / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": None}))
+            code, output, _ = plan("--model", str(folder), "--gpus", "2", "--gpu", "7800 XT", "--explain")
+        assert code == 0 and "replicated" in output, output
+
     def test_the_hub_is_asked_in_silence(self):
         with mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
             code, _, errors = plan("--model", "nobody/nothing", "--gpus", "2")
