@@ -249,6 +249,12 @@ def kept_in_float32(model: ModelMixin) -> set[str]:
     return {name for name, _ in model.named_parameters() if parts & set(name.split("."))}
 
 
+def count_blocks(model: ModelMixin) -> int:
+    """How many there are one after another; classes name theirs in one of two places, or in both."""
+    names = {*(model._repeated_blocks or ()), *(model._no_split_modules or ())}
+    return sum(type(module).__name__ in names for module in model.modules())
+
+
 def inputs(known: KnownModel, size: Size, model: ModelMixin, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of a forward, equal on every rank."""
     device = next(model.parameters()).device

@@ -30,7 +30,7 @@ from ..models._modeling_parallel import ParallelConfig
 from ..models.attention_dispatch import preference
 from ..models.attention_kernels import platform_of
 from ..pipelines.peaks import device_peak
-from .known_models import KNOWN_MODELS, Size, build, inputs
+from .known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 
 
 MODES = ("eager", "compile", "graph", "compile+graph")
@@ -265,7 +265,7 @@ class _Runner:
 
     def _build(self) -> ModelMixin:
         model = build(self._known, self._request.config, self._device, self._dtype)
-        self._blocks = sum(type(module).__name__ in model._repeated_blocks for module in model.modules())
+        self._blocks = count_blocks(model)
         return model
 
     def _enabled(self, name: str, model: ModelMixin) -> ModelMixin:

@@ -23,7 +23,7 @@ from PIL import Image
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
 from diffusers_rocm.benchmarks.comm import Collective, measure_comm
-from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, inputs
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
 from diffusers_rocm.models import attention_parallel
@@ -145,6 +145,7 @@ class TestKnownModels(unittest.TestCase):
             count = sum(x.numel() for x in cls(**known.config).parameters())
         assert count / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
         model = build(known, SMALL[name], CPU, torch.float32)
+        assert 1 <= count_blocks(model) <= 4  # by which the bar goes
         size = known.sized(128, 9 if known.size.frames > 1 else None, 16)
         with torch.no_grad():
             output = model(**inputs(known, size, model, torch.float32))[0]
