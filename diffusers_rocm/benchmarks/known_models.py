@@ -197,13 +197,20 @@ KNOWN_MODELS = {
 }
 
 
+def cannot_be_had(name: str, config: Mapping[str, Any], error: Exception) -> ValueError:
+    """A class that fails with the config of somebody's folder."""
+    shown = ", ".join(f"{key}={value!r}" for key, value in config.items() if not key.startswith("_"))
+    why = str(error).strip().partition("\n")[0]
+    return ValueError(f"{name} cannot be had with {shown}: {type(error).__name__}{why and f': {why}'}")
+
+
 def made(known: KnownModel, config: Mapping[str, Any]) -> ModelMixin:
     """The model without its weights. Raises ValueError where its class does not take such a config."""
     try:
         with init_empty_weights(include_buffers=False):
             return getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise ValueError(f"{known.cls} cannot be had with {config}: {error}") from error
+        raise cannot_be_had(known.cls, config, error) from error
 
 
 _NORMS_OF_ATTENTION = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")

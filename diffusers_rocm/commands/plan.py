@@ -15,13 +15,12 @@ import huggingface_hub
 import torch
 import transformers
 
-from ..benchmarks.known_models import Size
+from ..benchmarks.known_models import Size, cannot_be_had
 from ..distributed.launching import under_torchrun
 from ..models.plans.verify import PlanReport, verify_plan
 from ..pipelines.quantization import QUANTIZATIONS
 from ..planner.hardware import BETWEEN_NODES, Links, find_gpu
 from ..planner.measure import measure
-from ..planner.rehearsal import cannot_be_had
 from ..planner.search import (
     QUANTIZED,
     RESERVED,

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ..benchmarks.collective_calls import collective_calls
-from ..benchmarks.known_models import KnownModel, Size, inputs, kept_in_float32
+from ..benchmarks.known_models import KnownModel, Size, cannot_be_had, inputs, kept_in_float32
 from ..distributed.mesh import AXES
 from ..models import attention_heads, modeling_utils
 from ..models._modeling_parallel import ParallelConfig
@@ -166,13 +166,6 @@ def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[N
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
-
-
-def cannot_be_had(name: str, config: Mapping[str, Any], error: Exception) -> ValueError:
-    """A class that fails with the config of somebody's folder."""
-    shown = ", ".join(f"{key}={value!r}" for key, value in config.items() if not key.startswith("_"))
-    why = str(error).strip().partition("\n")[0]
-    return ValueError(f"{name} cannot be had with {shown}: {type(error).__name__}{why and f': {why}'}")
 
 
 def _build(known: KnownModel, config: Mapping[str, Any], dtype: torch.dtype) -> ModelMixin:

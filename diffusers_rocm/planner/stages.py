@@ -6,9 +6,9 @@ import transformers
 from accelerate import init_empty_weights
 from diffusers import ModelMixin
 
-from ..benchmarks.known_models import Size
+from ..benchmarks.known_models import Size, cannot_be_had
 from ..loaders.text_encoder import placements_of
-from .rehearsal import cannot_be_had, rehearsed
+from .rehearsal import rehearsed
 from .subject import VAE, Part
 
 

@@ -332,8 +332,8 @@ def shared_modulation_worker(parallel: dict[str, int]) -> tuple[int, list[bool]]
     )
     with mock.patch("diffusers_rocm.hooks.modulation.all_gather_stacked", side_effect=all_gather_stacked) as gather:
         config.get_output(model, inputs)
-    ((local, _),) = (call.args for call in gather.call_args_list)
     model.disable_parallelism()
+    ((local, _),) = (call.args for call in gather.call_args_list)
     assert not any("ready" in vars(linear) for linear in linears)
     return local.shape[-1], ready
 
