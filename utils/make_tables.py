@@ -189,7 +189,7 @@ def steps(name: str) -> str:
     """All rows of a run of `diffusers-rocm bench step`."""
     run = read(name)
     lines = [
-        "| | mode | ms a step | over one rank | peak GiB a rank | relative L2 to one rank |",
+        "| | mode | ms a step (least to most) | over one rank | peak GiB a rank | relative L2 to one rank |",
         "|---|---|" + "---|" * 4,
     ]
     for row in run["rows"]:
@@ -197,7 +197,8 @@ def steps(name: str) -> str:
             figures = f"{row['note']} | | | "
         else:
             peak = max(row["peak"]) / 2**30
-            figures = f"{row['ms']:.1f} | {row['speedup']:.2f}x | {peak:.2f} | {row['distance']:.1e}"
+            times = f"{row['ms']:.1f} ({min(row['milliseconds']):.1f} to {max(row['milliseconds']):.1f})"
+            figures = f"{times} | {row['speedup']:.2f}x | {peak:.2f} | {row['distance']:.1e}"
         lines.append(f"| {row['name']} | {row['mode']} | {figures} |")
     found = run["environment"]
     versions = (
@@ -260,6 +261,7 @@ TABLES = {
     "side_by_side": side_by_side,
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
+    "step_flux_2xh100": lambda: steps("step_flux_2xh100"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "step_flux_2048_p2p_off": lambda: steps("step_flux_2048_2xh100_p2p_off"),
     "step_flux_65k": lambda: steps("step_flux_65k_2xh100"),
