@@ -213,6 +213,8 @@ class _DivertedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # the compiler cannot follow its call of super() in a mode
+            return torch.unflatten(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return self._attend(*args, **kwargs)

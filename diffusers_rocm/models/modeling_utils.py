@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ from ..loaders.stored_tensor import some, stored_tensors
 from ..registration import register_late_backends
 from ._modeling_parallel import OurConfig, TensorParallelConfig
 from .attention_dispatch import check_ring_backend
-from .plans import get_context_parallel_plan, get_tensor_parallel_plan
+from .plans import get_context_parallel_plan, get_tensor_parallel_plan, has_plan
 from .plans.context_plan import ContextParallelPlan
 from .plans.plan import TensorParallelPlan
 
@@ -359,3 +359,24 @@ def wrap_set_attention_backend(original: Callable) -> Callable:
                 processor.resume()
 
     return set_attention_backend
+
+
+def outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    """The lists of a model that are in no other list: its blocks, for the most part."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in path.split(".")):
+            yield module
+
+
+def wrap_compile_repeated_blocks(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def compile_repeated_blocks(self, *args, **kwargs) -> None:
+        """Half of the classes with a plan do not name their blocks: what has several Linears in a list is one."""
+        if self._repeated_blocks or not has_plan(type(self)):
+            return original(self, *args, **kwargs)
+        for block in (block for blocks in outermost_lists(self) for block in blocks):
+            linears = sum(isinstance(module, nn.Linear) for module in block.modules())
+            if linears > 1 and not isinstance(block, nn.ModuleList):
+                block.compile(*args, **kwargs)
+
+    return compile_repeated_blocks

@@ -114,7 +114,7 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
             _enable(getattr(pipe, "vae", None), name)
     if request.compile:
         for denoiser in denoisers_of(pipe):
-            denoiser.compile_repeated_blocks(fullgraph=True)
+            denoiser.compile_repeated_blocks()
     return pipe, pipe.transformer.parallelism.axes
 
 

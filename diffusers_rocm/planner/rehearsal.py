@@ -314,11 +314,10 @@ def _note_exchange(
 
 def _repeat_equal_blocks(model: ModelMixin, ledger: Ledger) -> None:
     """Of blocks that are alike and are given alike, one is gone through, and counts for all."""
-    for path, blocks in model.named_modules():
-        if isinstance(blocks, nn.ModuleList) and not any(part.isdigit() for part in path.split(".")):
-            seen: dict[Any, tuple[Ledger, Any]] = {}
-            for block in blocks:
-                block.forward = functools.partial(_forward_once, block, block.forward, seen, ledger)
+    for blocks in modeling_utils.outermost_lists(model):
+        seen: dict[Any, tuple[Ledger, Any]] = {}
+        for block in blocks:
+            block.forward = functools.partial(_forward_once, block, block.forward, seen, ledger)
 
 
 def _forward_once(

@@ -63,6 +63,11 @@ def get_context_parallel_plan(
     return plan
 
 
+def has_plan(cls: type[nn.Module]) -> bool:
+    """Whether `get_tensor_parallel_plan` knows the class."""
+    return _planned(cls) in TENSOR_PARALLEL_PLANS
+
+
 def _planned(cls: type[nn.Module]) -> str | None:
     """The name of the class of diffusers whose plans this one has; None for another class, even of the same name."""
     like = vars(cls).get("parallel_plans_of", cls)

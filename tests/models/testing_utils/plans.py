@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+import pytest
 import torch
 from parameterized import parameterized
 
@@ -46,6 +47,17 @@ def parity_worker(config: BaseModelTesterConfig, degrees: dict[str, int], batch_
         "restored": _same_state(model, state) and torch.equal(config.get_output(model, inputs), reference),
         "hooks": sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
     }
+
+
+@torch.no_grad()
+def compiled_worker(config: BaseModelTesterConfig, degrees: dict[str, int], fullgraph: bool) -> float:
+    torch._dynamo.reset()
+    model, inputs = config.get_model(), config.get_inputs(1)
+    reference = config.get_output(model, inputs)
+    if degrees:
+        model.enable_parallelism(config=ParallelConfig(**degrees))
+    model.compile_repeated_blocks(fullgraph=fullgraph, backend="aot_eager")
+    return relative_l2(config.get_output(model, inputs), reference)
 
 
 @torch.no_grad()
@@ -129,6 +141,21 @@ class PlanTesterMixin:
                 lengths = result["lengths"].values()
                 assert lengths and (self.config.even_lengths or any(length % 2 for length in lengths)), result
         return max(result["error"] for result in results)
+
+    @parameterized.expand([("TP 2",), ("Ulysses 2",), ("ring 2",)])
+    @slow
+    def test_compiled(self, name):
+        self.check_compiled(name)
+
+    def check_compiled(self, name: str) -> None:
+        if name in self.cannot:
+            return
+        whole = self.config.breaks is None
+        if not whole:
+            with pytest.raises(Exception, match=self.config.breaks):
+                compiled_worker(self.config, {}, True)
+        for error in run_ranks(2, compiled_worker, self.config, STRATEGIES[name][0], whole):
+            assert error <= FLOAT32_BAR, error
 
     def test_parity_would_fail_without_communication(self):
         if "Ulysses 2" in self.cannot:

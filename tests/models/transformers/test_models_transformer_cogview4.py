@@ -2,6 +2,7 @@ import unittest
 
 import torch
 from diffusers import CogView4Transformer2DModel
+from parameterized import parameterized
 
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.plans import PlanTesterMixin
@@ -50,7 +51,10 @@ class CogView4MaskedTransformerTesterConfig(CogView4TransformerTesterConfig):
 
 
 class TestCogView4Transformer(CogView4TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
-    pass
+    @parameterized.expand([("TP 2",), ("Ulysses 2",)])
+    def test_compiled_here(self, name):
+        """Of those whose processors call torch's attention, and whose class names no blocks."""
+        self.check_compiled(name)
 
 
 class TestCogView4MaskedTransformer(CogView4MaskedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):

@@ -11,6 +11,7 @@ class HiDreamImageTransformerTesterConfig(BaseModelTesterConfig):
     """A square image: no mask."""
 
     model_class = HiDreamImageTransformer2DModel
+    breaks = "data-dependent"  # how many tokens go to each expert
     real_init_dict = {"patch_size": 2, "caption_channels": [4096, 4096], "llama_layers": list(range(48))}
     floating_inputs = ("hidden_states", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "pooled_embeds")
 
