@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -372,7 +373,8 @@ def _enable_diffusers(model: ModelMixin, degrees: Mapping[str, int]) -> None:
 
 
 def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int]) -> None:
-    import cache_dit
+    with contextlib.redirect_stdout(sys.stderr):  # where its log goes from then on: the table is what is on stdout
+        import cache_dit
 
     used = {f"{name}_size": degree for name, degree in degrees.items() if degree > 1}
     if "cfg_size" in used:

@@ -10,7 +10,7 @@ from ..benchmarks.step import check_meshes, parse_mesh
 from ..benchmarks.whole_run import Run, measure_runs, runs_table
 from ..distributed import is_first_rank
 from ..distributed.mesh import AXES
-from ..distributed.root_cause import record
+from ..distributed.root_cause import record, unsuccessful
 from ..pipelines.generation import GenerationRequest
 from . import env, generate
 from .bench_output import add_output_arguments, check_output, leave
@@ -62,23 +62,25 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
             print(f"{run.mesh}: {run.picture:.3f} s a picture", file=sys.stderr, flush=True)
 
     runs = measure_runs(request.picture, request.meshes, request.repeats, told)
-    if is_first_rank():
-        environment, picture = env.collect(), request.picture
-        world = check_meshes(request.meshes)
-        size = f"{picture.height}x{picture.width}" if picture.height and picture.width else "its own size"
-        steps = f"{picture.steps} steps" if picture.steps else "its own number of steps"
-        heading = "\n".join(
-            [
-                f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
-                where(environment, world, picture.device),
-                f"seconds: median of {request.repeats}",
-            ]
-        )
-        rows = [asdict(run) | {"picture": run.picture} for run in runs]
-        measured = {"request": asdict(picture), "environment": environment, "rows": rows}
-        bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}") for run in runs if not run.wrong]
-        leave(args, argv, heading, runs_table(runs), measured, bars, "seconds a picture")
-    return 1 if any(run.wrong for run in runs) else 0
+    if not is_first_rank():
+        return 0
+    environment, picture = env.collect(), request.picture
+    world = check_meshes(request.meshes)
+    size = f"{picture.height}x{picture.width}" if picture.height and picture.width else "its own size"
+    steps = f"{picture.steps} steps" if picture.steps else "its own number of steps"
+    heading = "\n".join(
+        [
+            f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
+            where(environment, world, picture.device),
+            f"seconds: median of {request.repeats}",
+        ]
+    )
+    rows = [asdict(run) | {"picture": run.picture} for run in runs]
+    measured = {"request": asdict(picture), "environment": environment, "rows": rows}
+    bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}") for run in runs if not run.wrong]
+    leave(args, argv, heading, runs_table(runs), measured, bars, "seconds a picture")
+    wrong = [run.mesh for run in runs if run.wrong]
+    return unsuccessful(f"wrong, {len(wrong)} of {len(runs)} rows: {'; '.join(wrong)}") if wrong else 0
 
 
 def run(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:

@@ -18,7 +18,7 @@ from ..benchmarks.report import bars, header, how, rows_json, table
 from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
 from ..distributed import is_first_rank
 from ..distributed.launching import under_torchrun
-from ..distributed.root_cause import record
+from ..distributed.root_cause import record, unsuccessful
 from . import env
 from .bench_output import add_output_arguments, check_output, leave
 from .generate import on_gpus
@@ -165,13 +165,19 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
             print(f"{row.name}, {row.mode}: {row.note or f'{row.median:.2f} ms'}", file=sys.stderr, flush=True)
 
     rows = measure_step(request, told)
-    if is_first_rank():
-        environment = env.collect()
-        heading = f"{header(request, environment, check_meshes(request.meshes))}\n{how(request)}"
-        measured = {"request": asdict(request), "environment": environment, "rows": rows_json(rows)}
-        leave(args, argv, heading, table(rows), measured, bars(rows), "milliseconds a step")
+    if not is_first_rank():
+        return 0
+    environment = env.collect()
+    heading = f"{header(request, environment, check_meshes(request.meshes))}\n{how(request)}"
+    measured = {"request": asdict(request), "environment": environment, "rows": rows_json(rows)}
+    leave(args, argv, heading, table(rows), measured, bars(rows), "milliseconds a step")
+    # What peers cannot do is none of this run's failures.
     ours = (ONE, *request.meshes)
-    return 1 if any(row.note.startswith("wrong") or row.note and row.name in ours for row in rows) else 0
+    bad = [row for row in rows if row.note.startswith("wrong") or row.note and row.name in ours]
+    if not bad:
+        return 0
+    names = "; ".join(f"{row.name}, {row.mode}" for row in bad)
+    return unsuccessful(f"wrong or not run, {len(bad)} of {len(rows)} rows: {names}")
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:

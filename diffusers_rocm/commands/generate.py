@@ -310,6 +310,8 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
         value = getattr(args, name)
         if value is not None and value < 1 and not (name in AXES and value == -1):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+        if value is not None and name in ("height", "width") and value < 16:
+            raise ValueError(f"--{name} must be at least 16, the pixels of one token; got {value}")
     degrees = resolve_degrees({name: getattr(args, name) for name in AXES}, ranks(args))
     folder = ModelFolder(args.model)
     folder.check_degrees(degrees)

@@ -144,6 +144,6 @@ def on_ranks(world: int, args: argparse.Namespace, argv: list[str], work: Callab
     if world > 1 and not under_torchrun():
         return launch(world, ["diffusers_rocm", *argv], **launch_options(args))
     code = work()
-    if under_torchrun() and code == 0:
-        end_rank()
+    if under_torchrun():
+        end_rank(code)
     return code

@@ -153,7 +153,7 @@ def _run(
         return Cause(f"the launchers lost each other: {error}", is_own=False), 1
 
 
-def end_rank() -> NoReturn:
+def end_rank(code: int = 0) -> NoReturn:
     """Leave the group, and the process: it has nothing to do any more.
 
     Without the interpreter's own end, in which threads of a process group that are still there abort the process.
@@ -161,4 +161,4 @@ def end_rank() -> NoReturn:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

@@ -1,9 +1,10 @@
-"""What ranks say when they fail (`record`), and which of them failed first (`root_cause`)."""
+"""What ranks say when they fail (`record`, `unsuccessful`), and which of them failed first (`root_cause`)."""
 
 import json
 import os
 import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,18 +22,30 @@ class _WholeErrors(ErrorHandler):
     """A rank that the launcher ends while it writes its error leaves none: the launcher stops at half a file."""
 
     def record_exception(self, e: BaseException) -> None:
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file is None:  # of no launcher
-            return
         extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+        _leave({"message": f"{type(e).__name__}: {e}", "extraInfo": extra})
+
+
+def _leave(message: str | dict[str, Any]) -> bool:
+    """Whether there is a launcher that will find it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
         partial = Path(f"{file}.partial")
-        partial.write_text(json.dumps({"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}))
+        partial.write_text(json.dumps({"message": message}))
         partial.replace(file)
+    return file is not None
 
 
 def record(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator of the same name, for what a rank runs: the launcher finds its error whole, or none."""
     return record_with(function, _WholeErrors())
+
+
+def unsuccessful(reason: str) -> int:
+    """The exit code of a rank that did its work, with bad results: why is the last line of the whole run."""
+    if not _leave(reason):
+        print(f"diffusers-rocm: {reason}", file=sys.stderr)
+    return 1
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,9 @@ def root_cause(error: ChildFailedError, folder: Path, first_rank: int = 0) -> Ca
     ended = [rank for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGTERM]
     if first is not None:
         message = json.loads(errors[first].read_text())["message"]
-        message = message["message"] if isinstance(message, dict) else message
+        if isinstance(message, str):
+            return Cause(message)
+        message = message["message"]
         lost = _LOST.search(message) is not None
     if ended and (first is None or lost):
         # Who lost a peer is not the cause.

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -287,7 +288,20 @@ class TestBenchStep(unittest.TestCase):
             code = commands.main(
                 ["bench", "step", "--device", "cpu", "--mesh", "tp=1", "--resolution", "64", "--config", *config]
             )
-        assert code == 1 and "one rank, eager: not run: " in stderr.getvalue(), stderr.getvalue()
+        said = stderr.getvalue()
+        assert code == 1 and "one rank, eager: not run: " in said, said
+        assert said.endswith("\ndiffusers-rocm: wrong or not run, 2 of 2 rows: one rank, eager; tp=1, eager\n"), said
+
+    def test_what_ranks_did_not_run(self):
+        """The table is there, and below it what is wrong with the run: no rank failed."""
+        config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
+        command = [sys.executable, "-m", "diffusers_rocm", "bench", "step", "--device", "cpu", "--mesh", "tp=2"]
+        command += ["--resolution", "64", "--config", *config]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        *_, one, tp = run.stdout.splitlines()
+        assert run.returncode == 1 and one.endswith("0.0e+00") and tp.startswith("tp=2  "), run
+        assert "not run: ValueError: " in tp, tp
+        assert run.stderr.endswith("\ndiffusers-rocm: wrong or not run, 1 of 2 rows: tp=2, eager\n"), run.stderr
 
     @parameterized.expand(
         [

@@ -318,6 +318,11 @@ class TestBadInput(unittest.TestCase):
             ("no ranks", ["--prompt", "x", "--tp", "0"], "--tp must be at least 1; got 0"),
             ("no steps", ["--prompt", "x", "--steps", "-1"], "--steps must be at least 1; got -1"),
             ("no height", ["--prompt", "x", "--height", "0"], "--height must be at least 1"),
+            (
+                "too low",
+                ["--prompt", "x", "--height", "7"],
+                "--height must be at least 16, the pixels of one token",
+            ),
             ("sheet is no PNG", ["--prompt", "x", "--contact-sheet", "{folder}/sheet"], "does not end in .png"),
             ("no such LoRA", ["--prompt", "x", "--lora", "{folder}/lora"], "lora: no such file"),
             ("huge seed", ["--prompt", "x", "--seed", "99999999999999999999"], "--seed must be from 0"),
