@@ -14,8 +14,6 @@ class BaseModelTesterConfig:
     real_init_dict: Mapping = {}
     # Why no sequence can have an odd length.
     even_lengths: str | None = None
-    # What the compiler says of a single process whose blocks are no whole graph (a pattern).
-    breaks: str | None = None
     # Classes whose forward is compiled by `compile_repeated_blocks`, of which the mixin expects one graph each.
     repeated_block_count: int
     # Sharded parameters (patterns of their names) that cannot change the output, and why: a bias of keys, say.

@@ -1,13 +1,16 @@
 """The tests that every class with plans passes: each way of being parallel against one process, on real ranks."""
 
 import math
+import statistics
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from parameterized import parameterized
+from torch.utils._pytree import tree_map_only
 
 import diffusers_rocm
 from diffusers_rocm import ParallelConfig
@@ -18,7 +21,8 @@ from diffusers_rocm.models.plans.verify import PlanReport
 
 from ...testing_utils import message_of, relative_l2, run_ranks, slow
 from .common import BaseModelTesterConfig, randn
-from .parallelism import FLOAT32_BAR, _clone_state, _same_state
+from .parallelism import _clone_state, _same_state
+from .workers import BF16_RATIO, FLOAT32_BAR
 
 
 # Name -> degrees, and the batch size. Sequences of the tiny inputs are odd, so no split of them is even.
@@ -58,6 +62,33 @@ def compiled_worker(config: BaseModelTesterConfig, degrees: dict[str, int], full
         model.enable_parallelism(config=ParallelConfig(**degrees))
     model.compile_repeated_blocks(fullgraph=fullgraph, backend="aot_eager")
     return relative_l2(config.get_output(model, inputs), reference)
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    """All floating tensors of a structure as bfloat16 has them, in `dtype`."""
+
+    def each(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().to(dtype) if x.is_floating_point() else x
+
+    return tree_map_only(torch.Tensor, each, value)
+
+
+@torch.no_grad()
+def bf16_worker(config: BaseModelTesterConfig, degrees: dict[str, int]) -> tuple[float, float]:
+    """Errors against float32 of bfloat16 in a single process, and parallel, with equal weights and inputs.
+
+    Of several models together: of one that is tiny, the errors of two runs differ by some tens of percent.
+    """
+    inputs, single, parallel = config.get_inputs(2), [], []
+    wide, narrow = _rounded(inputs, torch.float32), _rounded(inputs, torch.bfloat16)
+    for seed in range(4):
+        model = config.get_model(seed, torch.bfloat16)
+        reference = config.get_output(config.get_model(seed, torch.bfloat16).float(), wide)
+        single.append(relative_l2(config.get_output(model, narrow), reference))
+        if degrees:
+            model.enable_parallelism(config=ParallelConfig(**degrees))
+        parallel.append(relative_l2(config.get_output(model, narrow), reference))
+    return statistics.fmean(single), statistics.fmean(parallel)
 
 
 @torch.no_grad()
@@ -116,6 +147,14 @@ class PlanTesterMixin:
 
     # Strategy -> part of the message, where the class has no such plan, or the inputs cannot be split.
     cannot: dict[str, str] = {}
+    # What the compiler says of a single process whose blocks are no whole graph (a pattern).
+    breaks: str | None = None
+    # Are they none when their sequences are split? Lengths that are data say which layout they have.
+    breaks_when_split = False
+    # What a single process says of bfloat16 (a pattern), where it has none on a CPU.
+    not_in_bf16: str | None = None
+    # Does rounding choose among experts? Then bfloat16 of two kernels differs by more than rounding.
+    routes = False
 
     @parameterized.expand([(name,) for name in FAST])
     def test_parity(self, name):
@@ -147,13 +186,26 @@ class PlanTesterMixin:
     def test_compiled(self, name):
         self.check_compiled(name)
 
+    @parameterized.expand([("TP 2",), ("Ulysses 2",), ("ring 2",)])
+    @slow
+    def test_bf16_of_each_class(self, name):
+        if name in self.cannot or self.routes:
+            return
+        if self.not_in_bf16 is not None:
+            with pytest.raises(Exception, match=self.not_in_bf16):
+                bf16_worker(self.config, {})
+            return
+        for single, output in run_ranks(2, bf16_worker, self.config, STRATEGIES[name][0]):
+            assert 1e-4 < single < 0.2, f"not a bf16 run: {single}"
+            assert output <= BF16_RATIO * single, (output, single)
+
     def check_compiled(self, name: str) -> None:
         if name in self.cannot:
             return
-        whole = self.config.breaks is None
-        if not whole:
-            with pytest.raises(Exception, match=self.config.breaks):
+        if self.breaks is not None:
+            with pytest.raises(Exception, match=self.breaks):
                 compiled_worker(self.config, {}, True)
+        whole = self.breaks is None and (name == "TP 2" or not self.breaks_when_split)
         for error in run_ranks(2, compiled_worker, self.config, STRATEGIES[name][0], whole):
             assert error <= FLOAT32_BAR, error
 

@@ -11,7 +11,6 @@ class HiDreamImageTransformerTesterConfig(BaseModelTesterConfig):
     """A square image: no mask."""
 
     model_class = HiDreamImageTransformer2DModel
-    breaks = "data-dependent"  # how many tokens go to each expert
     real_init_dict = {"patch_size": 2, "caption_channels": [4096, 4096], "llama_layers": list(range(48))}
     floating_inputs = ("hidden_states", "encoder_hidden_states_t5", "encoder_hidden_states_llama3", "pooled_embeds")
 
@@ -69,7 +68,8 @@ class HiDreamImagePackedTransformerTesterConfig(HiDreamImageTransformerTesterCon
 
 
 class TestHiDreamImageTransformer(HiDreamImageTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
-    pass
+    breaks = "data-dependent"  # how many tokens go to each expert
+    routes = True
 
 
 class TestHiDreamImageOblongTransformer(HiDreamImageOblongTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
@@ -77,4 +77,5 @@ class TestHiDreamImageOblongTransformer(HiDreamImageOblongTransformerTesterConfi
 
 
 class TestHiDreamImagePackedTransformer(HiDreamImagePackedTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
-    pass
+    breaks = "data-dependent"  # how many tokens go to each expert
+    routes = True

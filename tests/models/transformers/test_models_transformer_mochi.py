@@ -37,4 +37,4 @@ class MochiTransformerTesterConfig(BaseModelTesterConfig):
 
 
 class TestMochiTransformer(MochiTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
-    pass
+    breaks_when_split = True  # of its prompt, padding is left out

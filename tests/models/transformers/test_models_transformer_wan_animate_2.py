@@ -19,7 +19,6 @@ MODULE = diffusers.models.transformers.transformer_wan_animate_2
 class WanAnimate2TransformerTesterConfig(BaseModelTesterConfig):
     """The pass over two reference frames, and one over three frames that attend to them."""
 
-    breaks = "data-dependent"  # how many frames there are
     model_class = diffusers.WanAnimate2Transformer3DModel
 
     def get_init_dict(self):
@@ -77,4 +76,6 @@ class WanAnimate2TransformerTesterConfig(BaseModelTesterConfig):
 
 
 class TestWanAnimate2Transformer(WanAnimate2TransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
+    breaks = "data-dependent"  # how many frames there are
+
     cannot = dict.fromkeys(("Ulysses 2", "ring 2", "TP 2 x Ulysses 2"), "whole frames of a video")
