@@ -76,7 +76,7 @@ def _touches() -> Iterator[tuple[Any, Any, Callable[[Any], Any]]]:
     yield ModelMixin, "disable_parallelism", ours.wrap_disable_parallelism
     yield ModelMixin, "save_pretrained", ours.wrap_save_pretrained
     yield ModelMixin, "from_pretrained", ours.wrap_from_pretrained
-    # All versions: half of the classes with a plan do not say which of their blocks to compile.
+    # All versions: many classes with a plan do not say which of their blocks to compile.
     yield ModelMixin, "compile_repeated_blocks", ours.wrap_compile_repeated_blocks
     # All versions: a model that will be sharded is read slice by slice.
     yield FromOriginalModelMixin, "from_single_file", ours.wrap_from_pretrained

@@ -371,7 +371,7 @@ def outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     @functools.wraps(original)
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
-        """Half of the classes with a plan do not name their blocks: what has several Linears in a list is one."""
+        """Many classes with a plan do not name their blocks: what has several Linears in a list is one."""
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)
         for block in (block for blocks in outermost_lists(self) for block in blocks):
