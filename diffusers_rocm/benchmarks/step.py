@@ -37,6 +37,7 @@ from .known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 MODES = ("eager", "compile", "graph", "compile+graph")
 PEERS = ("diffusers", "cache-dit", "device-map")
 ONE = "one rank"
+FLOAT8 = "float8"  # how cache-dit sends in fewer bits, where Ulysses is all there is
 # The largest relative L2 distance of an output from that of one rank, of one block: that of more grows as that of a
 # random walk, with the root of their number. Two runs in bfloat16 round differently: of one block of each known model
 # tp=2 is 0.003 to 0.016 away, of 57 blocks of FLUX.1's kind 0.025. Where each rank of two attends to its own keys
@@ -179,8 +180,13 @@ def _peer_names(request: StepRequest) -> Iterator[str]:
     for peer in request.peers:
         if peer == "device-map":
             yield peer
-        else:
-            yield from (f"{peer} {mesh}" for mesh in request.meshes if set(parse_mesh(mesh)) <= set(AXES))
+            continue
+        for mesh in request.meshes:
+            degrees = parse_mesh(mesh)
+            if set(degrees) <= set(AXES):
+                yield f"{peer} {mesh}"
+            elif peer == "cache-dit" and set(degrees) == {"ulysses", "communication"}:
+                yield f"{peer} ulysses={degrees['ulysses']},{FLOAT8}"
 
 
 class _Backends:
@@ -277,11 +283,11 @@ class _Runner:
             memory = get_balanced_memory(model, no_split_module_classes=model._no_split_modules)
             places = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
             return dispatch_model(model, places)
-        degrees = parse_mesh(mesh)
+        degrees = parse_mesh(mesh.removesuffix(f",{FLOAT8}"))
         if peer == "diffusers":
             _enable_diffusers(model, degrees)
         elif peer == "cache-dit":
-            _enable_cache_dit(model, degrees)
+            _enable_cache_dit(model, degrees, float8=mesh.endswith(FLOAT8))
         else:
             model.enable_parallelism(config=ParallelConfig(**degrees))
         return model
@@ -316,7 +322,7 @@ class _Runner:
             row.note = f"wrong: {row.distance:.1e} from {self._request.reference}, more than {bar:.1e}"
 
     def _bar(self, row: Row) -> float:
-        lossy = any(word in row.name for word in COMMUNICATION)
+        lossy = any(word in row.name for word in (*COMMUNICATION, FLOAT8))
         if row.name != ONE and row.mode in self._from_float32:
             return (LOSSY_BAR if lossy else FLOAT32_BAR) * self._from_float32[row.mode]
         of_one_block = LOSSY_BAR * BARS[torch.bfloat16] if lossy else BARS[self._dtype]
@@ -372,14 +378,15 @@ def _enable_diffusers(model: ModelMixin, degrees: Mapping[str, int]) -> None:
     model.enable_parallelism(config=config)
 
 
-def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int]) -> None:
+def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int], float8: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # where its log goes from then on: the table is what is on stdout
         import cache_dit
 
-    used = {f"{name}_size": degree for name, degree in degrees.items() if degree > 1}
+    used: dict[str, Any] = {f"{name}_size": degree for name, degree in degrees.items() if degree > 1}
     if "cfg_size" in used:
         raise ValueError("cache-dit has no parallel guidance")
-    config = cache_dit.ParallelismConfig(**used, attention_backend="native")  # the only one that its ring takes
+    # The only backend that its ring takes.
+    config = cache_dit.ParallelismConfig(**used, ulysses_float8=float8, attention_backend="native")
     cache_dit.enable_cache(model, parallelism_config=config)
 
 

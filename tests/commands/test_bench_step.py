@@ -77,10 +77,12 @@ class CacheDiT(ModuleType):
     def __init__(self):
         super().__init__("cache_dit")
         self.is_registered = False
+        self.configs: list[dict] = []
 
     ParallelismConfig = dict
 
     def enable_cache(self, model, parallelism_config):
+        self.configs.append(parallelism_config)
         if not self.is_registered:
             native = next(each for each in _AttentionBackendRegistry._backends if each.value == "native")
             _AttentionBackendRegistry._backends[native] = self.attention
@@ -109,6 +111,14 @@ def backends_worker() -> tuple[list[str], list[str]]:
         rows = measure_step(request("ring=2", peers=peers, modes=("eager", "eager"), rounds=1))
     look()
     return seen, [row.note for row in rows if "diffusers" not in row.name]
+
+
+def float8_worker() -> tuple[list[dict], list[str]]:
+    """What cache-dit is asked for beside meshes that send in fewer bits, and the rows."""
+    peer = CacheDiT()
+    with mock.patch.dict(sys.modules, {"cache_dit": peer}):
+        rows = measure_step(request("tp=2,int8", "int8,ulysses=2", peers=("diffusers", "cache-dit"), rounds=1))
+    return peer.configs, [row.name for row in rows]
 
 
 def guidance_worker() -> list[tuple]:
@@ -190,6 +200,11 @@ class TestBenchStep(unittest.TestCase):
         for seen, notes in run_ranks(2, backends_worker):
             assert seen == ["native of diffusers"] * 7 + ["native of tests", "native of diffusers"]
             assert notes == [""] * 6
+
+    def test_a_peer_sends_in_fewer_bits_where_it_can(self):
+        for configs, names in run_ranks(2, float8_worker):
+            assert configs == [{"ulysses_size": 2, "ulysses_float8": True, "attention_backend": "native"}], configs
+            assert names == [ONE, "tp=2,int8", "int8,ulysses=2", "cache-dit ulysses=2,float8"], names
 
     def test_guidance(self):
         for rows in run_ranks(2, guidance_worker):

@@ -185,11 +185,13 @@ def peak_worker(folder: str) -> tuple[int, int, int]:
 
 
 def device_peak_worker(folder: str) -> tuple[int, int, int]:
-    """What this process asks for of the device, which the ranks share; without what the allocator adds."""
+    """What this process asks for of the device, which the ranks share; without what it had, and the allocator adds."""
     device = torch.accelerator.current_accelerator()
-    torch.get_device_module(device).reset_peak_memory_stats()
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats()
+    before = module.memory_stats().get("requested_bytes.all.current", 0)
     sizes = peak_of(FluxTransformer2DModel.from_pretrained, folder, device_map={"": device})[2:]
-    return torch.get_device_module(device).memory_stats()["requested_bytes.all.peak"], *sizes
+    return module.memory_stats()["requested_bytes.all.peak"] - before, *sizes
 
 
 def quantized_peak_worker(folder: str) -> tuple[int, int, int]:
