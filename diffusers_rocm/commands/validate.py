@@ -146,8 +146,8 @@ def steps(request: ValidateRequest, quick: bool) -> Iterator[Step]:
 
 
 def hopping_resolution(gpus: int) -> int:
-    """Of a picture of FLUX.1, which has 24 heads: shorter ones a ring of so many GPUs gathers, and does not hop."""
-    tokens = gpus * math.ceil(math.sqrt(Busy.of_gpu(sys.maxsize).pairs / 24))
+    """Of a picture of FLUX.1, of 24 heads of 128: shorter ones a ring of so many GPUs gathers, and does not hop."""
+    tokens = gpus * math.ceil(math.sqrt(Busy.of_gpu(sys.maxsize).products / (24 * 128)))
     return 16 * math.ceil(math.sqrt(tokens))
 
 

@@ -136,9 +136,9 @@ class SequenceSplit:
         elif self.plan.main in self.lengths:
             candidates.append(self.layout_of(self.lengths[self.plan.main]))
         for layout in candidates:
-            if queries == keys == layout.length(self.cp.rank):
+            if queries == keys == layout.lengths()[self.cp.rank]:
                 return layout
-        held = [layout.length(self.cp.rank) for layout in candidates]
+        held = [layout.lengths()[self.cp.rank] for layout in candidates]
         raise ValueError(
             f"{self.name}: attention of {queries} queries to {keys} keys, but rank {self.cp.rank} holds {held} tokens "
             f"of the sequences {self.lengths}; attention to keys that are not split belongs in the plan's `whole`"
@@ -147,7 +147,7 @@ class SequenceSplit:
     def _among_all(self, q: Tensor) -> tuple[Tensor, int]:
         """The main stream's queries in the place that they have among those of all streams, and where that begins."""
         streams = [stream for stream in self.plan.streams if stream in self.lengths]
-        held = [self.layout_of(self.lengths[each]).length(self.cp.rank) for each in streams]
+        held = [self.layout_of(self.lengths[each]).lengths()[self.cp.rank] for each in streams]
         at = streams.index(self.plan.main)
         before, after = sum(held[:at]), sum(held[at + 1 :])
         return F.pad(q, (0, 0, 0, 0, before, after)), before

@@ -5,8 +5,10 @@ what arrives is used through a view, without a copy. Over slow links long sequen
 next group is on its way while the one that is there computes.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,25 +22,42 @@ from ..distributed.sharding import Block
 from .attention_kernels import KERNELS
 
 
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def remembered(function: Callable[P, R]) -> Callable[P, R]:
+    """What depends on sizes alone, computed once: each attention of a step asks again, and eagerly the host is late.
+
+    The compiler traces `function` itself, whose answer is a constant there; it warns of `functools.cache`.
+    """
+    known = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs) if torch.compiler.is_compiling() else known(*args, **kwargs)
+
+    return call
+
+
 @dataclass(frozen=True)
 class Busy:
     """What keeps a device busy: less of it is not worth a message of its own.
 
     Attributes:
         rows: of queries, counted in every head, of one kernel.
-        pairs: of a query and a key, counted in every head, of one hop of a ring.
+        products: of an element of a query and one of a key, counted in every head, of one hop of a ring.
     """
 
     rows: int
-    pairs: int
+    products: int
 
     @classmethod
     def of_gpu(cls, multiprocessors: int) -> "Busy":
         """Measured where there are 132 of them (docs/performance.md); a larger GPU asks no more of a hop."""
-        return cls(496 * multiprocessors, (1 << 20) * min(multiprocessors, 132))
+        return cls(496 * multiprocessors, (1 << 27) * min(multiprocessors, 132))
 
 
-OF_CPU = Busy(16, 16)
+OF_CPU = Busy(16, 64)
 
 # Of one rank: its query heads, and the key heads that they attend with.
 Share = tuple[slice, slice]
@@ -58,9 +77,9 @@ def groups_of_heads(heads: int, rows: int, device: torch.device) -> int:
     return -(-heads // -(-_busy(device.type).rows // rows))
 
 
-def hides_a_hop(rows: int, keys: int, device: torch.device) -> bool:
-    """Whether attention of so many rows, in all heads, to the keys of one rank is worth a hop beside it."""
-    return rows * keys >= _busy(device.type).pairs
+def hides_a_hop(rows: int, keys: int, size: int, device: torch.device) -> bool:
+    """Whether attention of so many rows, in all heads of `size`, to the keys of one rank is worth a hop beside it."""
+    return rows * keys * size >= _busy(device.type).products
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:
@@ -73,14 +92,15 @@ def for_queries(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
 
 
-def _shares(heads: int, key_heads: int, world: int, group: int = 0, groups: int = 1) -> list[Share]:
+@remembered
+def _shares(heads: int, key_heads: int, world: int, group: int = 0, groups: int = 1) -> tuple[Share, ...]:
     """Of every rank, those of its heads that are in the group, all by default."""
     each, shares = heads // key_heads, []
     for rank in range(world):
         first, last = Block(heads, 1).bounds(rank, world)
         start, stop = (first + bound for bound in Block(last - first, 1).bounds(group, groups))
         shares.append((slice(start, stop), slice(start // each, -(-stop // each))))
-    return shares
+    return tuple(shares)
 
 
 def _count(share: Share) -> int:

@@ -30,6 +30,7 @@ from .attention_heads import (
     gather_heads,
     groups_of_heads,
     hides_a_hop,
+    remembered,
     scatter_heads,
     tokens_first,
 )
@@ -39,6 +40,12 @@ from .attention_merge import merge
 
 # Chooses a kernel for `q` [B, S, H, D] and a mask, and for whether the log-sum-exp is needed.
 KernelChoice = Callable[[Tensor, Tensor | None, bool], Kernel]
+
+
+@remembered
+def _lengths(streams: tuple[int, ...], world: int) -> tuple[int, ...]:
+    bounds = ([Block(length, 1).bounds(rank, world) for length in streams] for rank in range(world))
+    return tuple(sum(stop - start for start, stop in each) for each in bounds)
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,14 @@ class Layout:
             offset += length
         return runs
 
-    def length(self, rank: int) -> int:
-        return sum(stop - start for start, stop in self.runs(rank))
-
     def lengths(self) -> tuple[int, ...]:
         """Tokens of every rank."""
-        return tuple(self.length(rank) for rank in range(self.world))
+        return _lengths(self.streams, self.world)
 
     def group_lengths(self, ring_rank: int) -> tuple[int, ...]:
         """Tokens of the ranks of one Ulysses group."""
         inner = self.ulysses.size
-        return tuple(self.length(rank) for rank in range(ring_rank * inner, (ring_rank + 1) * inner))
+        return self.lengths()[ring_rank * inner : (ring_rank + 1) * inner]
 
     def take(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """The rank's tokens of `x`, which is in the model's global order along `dim`."""
@@ -145,12 +149,12 @@ def attention(
         return _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method)
     heads, axis, lengths = q.shape[2], layout.ulysses, layout.group_lengths(layout.ring.rank)
     mask = _mask_of_group(mask, heads, layout)
-    kernel = choose(q, mask, False)
-    groups = groups_of_heads(heads // axis.size, sum(lengths) * q.shape[0], q.device)
-    hides = axis.slow_links and groups > 1 and layout.ring.size == 1
-    if hides and kernel.name in KERNELS and not needs_grad(q, k, v):
-        where = lengths, axis.rank, groups, axis.group.group_name, axis.communication == EXACT
-        return attention_in_groups(q, k, v, mask, scale, kernel.name, *where)
+    groups = groups_of_heads(heads // axis.size, sum(lengths) * q.shape[0], q.device) if axis.slow_links else 1
+    if groups > 1 and layout.ring.size == 1 and not needs_grad(q, k, v):
+        kernel = choose(q, mask, False)
+        if kernel.name in KERNELS:
+            where = lengths, axis.rank, groups, axis.group.group_name, axis.communication == EXACT
+            return attention_in_groups(q, k, v, mask, scale, kernel.name, *where)
     q, k, v = scatter_heads(q, k, v, lengths, axis)
     return gather_heads(
         _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method), heads, lengths, axis
@@ -177,7 +181,7 @@ def _attention_over_ring(
     kernel = choose(q, mask, rotate_method == "p2p")
     rows = max(lengths) * q.shape[0] * q.shape[2]
     groups = groups_of_heads(k.shape[2], rows // k.shape[2], q.device)
-    hides = hides_a_hop(rows, max(lengths), q.device) if rotate_method == "p2p" else groups > 1
+    hides = hides_a_hop(rows, max(lengths), q.shape[3], q.device) if rotate_method == "p2p" else groups > 1
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
     if needs_grad(q, k, v) or not hides or whole_only:
         # Views of one gathered message; its gradients are summed.

@@ -110,8 +110,8 @@ class TestValidate(unittest.TestCase):
         side = int(step.arguments[step.arguments.index("--resolution") + 1])
         tokens = (side // 16) ** 2 // gpus
         with mock.patch.object(attention_heads, "_busy", lambda _: Busy.of_gpu(304)):
-            assert attention_heads.hides_a_hop(24 * tokens, tokens, torch.device("cuda"))
-            assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, torch.device("cuda"))
+            assert attention_heads.hides_a_hop(24 * tokens, tokens, 128, torch.device("cuda"))
+            assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, 128, torch.device("cuda"))
 
     @parameterized.expand(
         [
