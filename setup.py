@@ -10,9 +10,10 @@ version = re.search(r'__version__ = "([^"]+)"', (here / "diffusers_rocm" / "__in
 video = ["imageio", "imageio-ffmpeg", "ftfy"]
 quantization = ["torchao>=0.16", "peft"]
 bench = ["matplotlib"]
+tests = ["pytest", "pytest-timeout", "pytest-xdist", "parameterized", "hypothesis"]
 
 extras = {
-    "test": ["pytest", "pytest-timeout", "parameterized", "hypothesis", "gguf", *quantization, *video, *bench],
+    "test": [*tests, "gguf", *quantization, *video, *bench],
     "video": video,
     "quality": ["ruff"],
     "bench": bench,

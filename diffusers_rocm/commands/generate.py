@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ..distributed import default_device_type, environment
 from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.launching import end_rank, launch, under_torchrun
 from ..distributed.mesh import AXES, resolve_degrees
-from ..distributed.root_cause import record
+from ..distributed.root_cause import record, unsuccessful
 from ..pipelines.choices import CHOICES, check_choices
 from ..pipelines.generation import GenerationRequest, call_arguments, generate
 from ..pipelines.model_folder import EMBEDDED_MODEL, ModelFolder
@@ -387,13 +388,22 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
     return request
 
 
+def _generate(request: GenerationRequest) -> int:
+    """What the pipeline's own check of its arguments refuses, on all ranks alike, is no failure of one of them."""
+    try:
+        generate(request)
+    except ValueError as error:
+        if not any(frame.name == "check_inputs" for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        return unsuccessful(" ".join(str(error).split()))
+    return 0
+
+
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     if under_torchrun():
-        record(generate)(request)
-        end_rank()
+        end_rank(record(_generate)(request))
     world = math.prod(getattr(request, name) for name in AXES)
     alone = world == 1 and not args.restarts and args.log_dir is None
     if alone and not environment.unset(environment.visible_archs(), world, os.environ):
-        generate(request)
-        return 0
+        return _generate(request)
     return launch(world, ["diffusers_rocm", *argv], **launch_options(args))

@@ -178,6 +178,14 @@ class TestGenerate(unittest.TestCase):
         for mode in ("first-rank", "replicate"):
             assert np.abs(self.draw(mode, "--vae", mode, "--tp=2") - whole).max() <= 1, mode
 
+    def test_what_the_pipeline_itself_refuses(self):
+        refused = "diffusers-rocm: `max_sequence_length` cannot be greater than 512 but is 5000"
+        for tp in (1, 2):
+            out = self.folder / "out"
+            result = run("--prompt", RED_CIRCLE, "--tp", tp, "--out", out, "--max-sequence-length", 5000)
+            lines = result.stderr.strip().splitlines()
+            assert result.returncode == 1 and lines[-1] == refused and "Traceback" not in result.stderr, result.stderr
+
     def test_a_rank_with_bad_weights(self):
         model = self.folder / "model"
         shutil.copytree(EMBEDDED_MODEL, model)
