@@ -89,6 +89,10 @@ class Layout:
         inner = self.ulysses.size
         return self.lengths()[ring_rank * inner : (ring_rank + 1) * inner]
 
+    def ring_lengths(self) -> tuple[int, ...]:
+        """Tokens of every Ulysses group."""
+        return tuple(sum(self.group_lengths(rank)) for rank in range(self.ring.size))
+
     def take(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """The rank's tokens of `x`, which is in the model's global order along `dim`."""
         runs = [x.narrow(dim, start, stop - start) for start, stop in self.runs(rank)]
@@ -177,7 +181,7 @@ def _attention_over_ring(
     ring = layout.ring
     if ring.size == 1:
         return choose(q, mask, False)(q, k, v, mask, scale)[0]
-    lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(ring.size))
+    lengths = layout.ring_lengths()
     kernel = choose(q, mask, rotate_method == "p2p")
     rows = max(lengths) * q.shape[0] * q.shape[2]
     groups = groups_of_heads(k.shape[2], rows // k.shape[2], q.device)
@@ -243,8 +247,7 @@ def attention_after_whole_keys(
         q, k, v = scatter_heads(q, k, v, of_group, axis)
         mask = _mask_of_group(mask, heads, layout)
     if layout.ring.size > 1:
-        lengths = tuple(sum(layout.group_lengths(rank)) for rank in range(layout.ring.size))
-        message = copy_to_axis(gather_tokens(tokens_first(k, v), lengths, layout.ring), layout.ring)
+        message = copy_to_axis(gather_tokens(tokens_first(k, v), layout.ring_lengths(), layout.ring), layout.ring)
         k, v = _keys_of(message, q.shape[2])
     out, _ = choose(q, mask, False)(q, torch.cat([before_k, k], 1), torch.cat([before_v, v], 1), mask, scale)
     return gather_heads(out, heads, of_group, axis) if axis.size > 1 else out
