@@ -117,16 +117,17 @@ def split_sequences(model: nn.Module, split: SequenceSplit) -> list[Any]:
     plan = split.plan
     found, parallel = _fitting(model, plan, split.name)
     hooks: list[Any] = [_begin(model, split), SplitCheckpoints(model, split)]
+    # Hooks know the rule and not the path: each path would be a constant, and each block a graph, to the compiler.
     for rule, modules in found.items():
-        for path, module in modules:
-            hooks += _module_hooks(module, path or split.name, plan.modules[rule], split)
+        for _, module in modules:
+            hooks += _module_hooks(module, rule.removesuffix("?") or split.name, plan.modules[rule], split)
     alone = {path: stream for _, stream, modules in match(model, plan.alone) for path, _ in modules}
     idle = {path: argument for _, argument, modules in match(model, plan.idle) for path, _ in modules}
     asking = {path for _, _, modules in match(model, dict.fromkeys(plan.main_asks)) for path, _ in modules}
     for path, module in parallel:
         hooks += _must_reach(module, path, split, alone.get(path), path in asking, idle.get(path))
-    for _, (argument, names), modules in match(model, plan.kept):
-        hooks += [hook for path, module in modules for hook in _gather_kept(module, path, argument, names, split)]
+    for rule, (argument, names), modules in match(model, plan.kept):
+        hooks += [hook for _, module in modules for hook in _gather_kept(module, rule, argument, names, split)]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_keys)):
         hooks += [layer.register_forward_hook(_says(split, "keys_are_whole", True)) for _, layer in layers]
     for _, _, layers in match(model, dict.fromkeys(plan.whole_queries)):
@@ -254,30 +255,30 @@ def _inputs(module: nn.Module, how: Any) -> dict[str, InputPlan]:
     return {k.removesuffix("?"): each for k, each in named.items() if not k.endswith("?") or k[:-1] in taken}
 
 
-def _module_hooks(module: nn.Module, path: str, how: ModulePlan, split: SequenceSplit) -> list[RemovableHandle]:
+def _module_hooks(module: nn.Module, rule: str, how: ModulePlan, split: SequenceSplit) -> list[RemovableHandle]:
     if not isinstance(how, Mapping):
-        return [module.register_forward_hook(_gather_outputs(path, how, split))]
+        return [module.register_forward_hook(_gather_outputs(rule, how, split))]
     inputs = _inputs(module, how)
     outputs = {key: each for key, each in how.items() if isinstance(key, int)}
     hooks = []
     if inputs:
-        hooks.append(module.register_forward_pre_hook(_split_inputs(module, path, inputs, split), with_kwargs=True))
+        hooks.append(module.register_forward_pre_hook(_split_inputs(module, rule, inputs, split), with_kwargs=True))
     if outputs:
-        hooks.append(module.register_forward_hook(_split_outputs(path, outputs, split)))
+        hooks.append(module.register_forward_hook(_split_outputs(rule, outputs, split)))
     return hooks
 
 
-def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], split: SequenceSplit) -> Callable:
+def _split_inputs(module: nn.Module, rule: str, inputs: dict[str, InputPlan], split: SequenceSplit) -> Callable:
     positions = {key: index for index, key in enumerate(_parameters(module))}
 
     def apart(value: Any, how: ContextParallelInput | Sequence[ContextParallelInput | None] | None, key: str) -> Any:
         if how is None:
             return value
         if isinstance(how, ContextParallelInput):
-            each = functools.partial(split.split, how=how, what=f"{path}'s {key}", stream=key in split.plan.streams)
+            each = functools.partial(split.split, how=how, what=f"{rule}'s {key}", stream=key in split.plan.streams)
             return _map_tensors(value, each)
         if not isinstance(value, (list, tuple)) or len(value) != len(how):
-            raise ValueError(f"{split.name}: {path}'s {key} is no list of {len(how)} tensors, as the plan has it")
+            raise ValueError(f"{split.name}: {rule}'s {key} is no list of {len(how)} tensors, as the plan has it")
         return type(value)(apart(item, each, key) for item, each in zip(value, how, strict=True))
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -298,13 +299,13 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
             elif isinstance(how, LengthOf):
                 split.lengths[how.stream] = how.function(value)
             elif isinstance(how, AfterWhole):
-                where[index] = split.after_whole(value, how.dim, f"{path}'s {key}")
+                where[index] = split.after_whole(value, how.dim, f"{rule}'s {key}")
                 if key == split.plan.main:
                     split.leading = value.shape[how.dim] - split.lengths[key]
             elif isinstance(how, KeyMask):
                 where[index] = split.mask_keys(value, how.stream)
             elif isinstance(how, Gather):
-                where[index] = split.gather(value, how, f"{path}'s {key}")
+                where[index] = split.gather(value, how, f"{rule}'s {key}")
             else:
                 if key in split.plan.streams:
                     split.lengths[key] = value.shape[how.split_dim]
@@ -314,30 +315,30 @@ def _split_inputs(module: nn.Module, path: str, inputs: dict[str, InputPlan], sp
     return hook
 
 
-def _split_outputs(path: str, outputs: dict[int, ContextParallelInput], split: SequenceSplit) -> Callable:
+def _split_outputs(rule: str, outputs: dict[int, ContextParallelInput], split: SequenceSplit) -> Callable:
     def apart(index: int, value: Any) -> Any:
         if index not in outputs:
             return value
-        return split.split(value, outputs[index], f"output {index} of {path}")
+        return split.split(value, outputs[index], f"output {index} of {rule}")
 
     return _map_outputs(apart)
 
 
 def _gather_outputs(
-    path: str, how: ContextParallelOutput | Sequence[ContextParallelOutput | None], split: SequenceSplit
+    rule: str, how: ContextParallelOutput | Sequence[ContextParallelOutput | None], split: SequenceSplit
 ) -> Callable:
     def together(index: int, value: Any) -> Any:
         if not isinstance(how, ContextParallelOutput) and index >= len(how):
-            raise ValueError(f"{split.name}: {path} has more outputs than the {len(how)} that the plan gathers")
+            raise ValueError(f"{split.name}: {rule} has more outputs than the {len(how)} that the plan gathers")
         each = how if isinstance(how, ContextParallelOutput) else how[index]
-        gather = functools.partial(split.gather, how=each, what=f"output {index} of {path}")
+        gather = functools.partial(split.gather, how=each, what=f"output {index} of {rule}")
         return value if each is None else _map_tensors(value, gather)
 
     return _map_outputs(together)
 
 
 def _gather_kept(
-    module: nn.Module, path: str, argument: str, names: tuple[str, ...], split: SequenceSplit
+    module: nn.Module, rule: str, argument: str, names: tuple[str, ...], split: SequenceSplit
 ) -> list[RemovableHandle]:
     """What the module leaves in a cache, of this rank's tokens, becomes that of all."""
     found: list[Any] = []
@@ -349,7 +350,7 @@ def _gather_kept(
         for name, earlier in zip(names, found, strict=True):
             value = getattr(kwargs.get(argument), name, None)
             if value is not earlier and value is not None:
-                whole = split.gather(value, gather(dims=value.ndim), f"{path}'s {argument}.{name}")
+                whole = split.gather(value, gather(dims=value.ndim), f"{rule}'s {argument}.{name}")
                 setattr(kwargs[argument], name, whole)
         found.clear()
 

@@ -1,5 +1,6 @@
 """The tests that every class with plans passes: each way of being parallel against one process, on real ranks."""
 
+import copy
 import math
 import statistics
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from parameterized import parameterized
+from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_map_only
 
 import diffusers_rocm
@@ -62,6 +65,26 @@ def compiled_worker(config: BaseModelTesterConfig, degrees: dict[str, int], full
         model.enable_parallelism(config=ParallelConfig(**degrees))
     model.compile_repeated_blocks(fullgraph=fullgraph, backend="aot_eager")
     return relative_l2(config.get_output(model, inputs), reference)
+
+
+@torch.no_grad()
+def graphs_worker(config: BaseModelTesterConfig, degrees: dict[str, int]) -> list[int]:
+    """How many graphs are compiled where each list of blocks has 1 more, and 3."""
+    found = []
+    for more in (1, 3):
+        torch._dynamo.reset()
+        counters.clear()
+        model = config.get_model()
+        for blocks in model.children():
+            if isinstance(blocks, nn.ModuleList) and len(blocks) > 0:
+                for _ in range(more):
+                    blocks.insert(0, copy.deepcopy(blocks[0]))
+        if degrees:
+            model.enable_parallelism(config=ParallelConfig(**degrees))
+        model.compile_repeated_blocks(backend="eager")
+        config.get_output(model, config.get_inputs(1))
+        found.append(counters["stats"]["unique_graphs"])
+    return found
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
@@ -188,6 +211,11 @@ class PlanTesterMixin:
 
     @parameterized.expand([("TP 2",), ("Ulysses 2",), ("ring 2",)])
     @slow
+    def test_more_blocks_are_no_more_graphs(self, name):
+        self.check_graphs(name)
+
+    @parameterized.expand([("TP 2",), ("Ulysses 2",), ("ring 2",)])
+    @slow
     def test_bf16_of_each_class(self, name):
         if name in self.cannot or self.routes:
             return
@@ -208,6 +236,16 @@ class PlanTesterMixin:
         whole = self.breaks is None and (name == "TP 2" or not self.breaks_when_split)
         for error in run_ranks(2, compiled_worker, self.config, STRATEGIES[name][0], whole):
             assert error <= FLOAT32_BAR, error
+
+    def check_graphs(self, name: str) -> None:
+        if name in self.cannot:
+            return
+        try:
+            alone = graphs_worker(self.config, {})
+        except Exception as error:
+            self.skipTest(f"a single process has no more blocks than its config says, or is not compiled: {error}")
+        for found in run_ranks(2, graphs_worker, self.config, STRATEGIES[name][0]):
+            assert found[1] - found[0] <= alone[1] - alone[0], (found, alone)
 
     def test_parity_would_fail_without_communication(self):
         if "Ulysses 2" in self.cannot:

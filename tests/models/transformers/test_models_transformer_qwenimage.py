@@ -85,7 +85,9 @@ class QwenImageLayeredTransformerTesterConfig(QwenImageTransformerTesterConfig):
 
 
 class TestQwenImageTransformer(QwenImageTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
-    pass
+    def test_graphs_here(self):
+        """Hooks split inputs of the first block, and of each."""
+        self.check_graphs("Ulysses 2")
 
 
 class TestQwenImageEditTransformer(QwenImageEditTransformerTesterConfig, PlanTesterMixin, unittest.TestCase):
