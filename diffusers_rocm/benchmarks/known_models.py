@@ -112,10 +112,10 @@ def _flux2(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any
 
 
 def _qwen_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
+    """With no mask: the pipeline gives none for a single prompt."""
     given = _packed(randn, size, config["in_channels"], config["joint_attention_dim"])
     like = given["hidden_states"]
     return given | {
-        "encoder_hidden_states_mask": torch.ones(1, size.text, device=like.device, dtype=torch.bool),
         "timestep": torch.tensor([0.5], device=like.device, dtype=like.dtype),
         "img_shapes": [[(1, size.height // 16, size.width // 16)]],
     }
