@@ -185,14 +185,16 @@ def loading(name: str) -> str:
     return "\n".join([*lines, "", ran])
 
 
-def steps(name: str) -> str:
-    """All rows of a run of `diffusers-rocm bench step`."""
+def steps(name: str, modes: tuple[str, ...] = ()) -> str:
+    """All rows of a run of `diffusers-rocm bench step`, or those in the modes named."""
     run = read(name)
     lines = [
         "| | mode | ms a step (least to most) | over one rank | peak GiB a rank | relative L2 to one rank |",
         "|---|---|" + "---|" * 4,
     ]
     for row in run["rows"]:
+        if modes and row["mode"] not in modes:
+            continue
         if row["note"]:
             figures = f"{row['note']} | | | "
         else:
@@ -263,9 +265,13 @@ TABLES = {
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
     "step_flux_2xh100": lambda: steps("step_flux_2xh100"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
+    "step_flux_graphs": lambda: steps("step_flux_graphs_2xh100"),
     "step_sd35": lambda: steps("step_sd35_2xh100"),
+    "step_qwen_image": lambda: steps("step_qwen_image_2xh100", ("compile",)),
+    "step_ltx": lambda: steps("step_ltx_2xh100"),
     "step_flux_2048": lambda: steps("step_flux_2048_2xh100"),
     "step_flux_int8_p2p_off": lambda: steps("step_flux_int8_2xh100_p2p_off"),
+    "step_flux_int8_graphs_p2p_off": lambda: steps("step_flux_int8_graphs_2xh100_p2p_off"),
     "step_flux_2048_p2p_off": lambda: steps("step_flux_2048_2xh100_p2p_off"),
     "step_flux_65k": lambda: steps("step_flux_65k_2xh100"),
     "step_flux_65k_p2p_off": lambda: steps("step_flux_65k_2xh100_p2p_off"),
