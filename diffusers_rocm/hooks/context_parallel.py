@@ -306,9 +306,11 @@ def _split_inputs(module: nn.Module, rule: str, inputs: dict[str, InputPlan], sp
                 where[index] = split.mask_keys(value, how.stream)
             elif isinstance(how, Gather):
                 where[index] = split.gather(value, how, f"{rule}'s {key}")
+            elif key in split.plan.streams:
+                split.lengths[key] = value.shape[how.split_dim]
+                # No view, which would keep all of it, and whose strides and offset would be another graph.
+                where[index] = apart(value, how, key).clone(memory_format=torch.contiguous_format)
             else:
-                if key in split.plan.streams:
-                    split.lengths[key] = value.shape[how.split_dim]
                 where[index] = apart(value, how, key)
         return tuple(values), kwargs
 

@@ -77,8 +77,7 @@ class SequenceSplit:
                 f"{self.name}: {what} has {length} tokens, too few to split over {self.cp.size} ranks; use a degree "
                 f"of at most {length}"
             )
-        # No view: that would keep all of `x`, and a compiler would make another graph for its strides and offset.
-        return self.layout_of(length).take(x, how.split_dim, self.cp.rank).clone(memory_format=torch.contiguous_format)
+        return self.layout_of(length).take(x, how.split_dim, self.cp.rank)
 
     def layout_of(self, *streams: int) -> Layout:
         """Of streams of these lengths, joined."""
