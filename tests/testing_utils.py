@@ -175,7 +175,7 @@ class RankPool:
 
 
 @torch.compiler.assume_constant_result
-def _as_on_a_cpu(device_type: str) -> attention_heads.Busy:
+def _as_on_a_cpu(device_type: str, count: int | None) -> attention_heads.Busy:
     """So that accelerators hop round a ring with the few tokens of a test, which they would gather."""
     return attention_heads.OF_CPU
 

@@ -23,6 +23,7 @@ class Axis:
         device: where the group's collectives want their tensors.
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
         slow_links: whether messages are worth hiding; measured (`links`), and no part of what an axis is.
+        multiprocessors: of the GPU on it that has the fewest, by which all cut their messages alike; likewise.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Axis:
     device: torch.device
     communication: str = EXACT
     slow_links: bool = field(default=False, compare=False)
+    multiprocessors: int | None = field(default=None, compare=False)
 
     def ranks(self) -> list[int]:
         """Global ranks of the axis, in its order."""

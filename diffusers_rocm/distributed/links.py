@@ -1,4 +1,7 @@
-"""How fast the ranks of an axis reach each other: it decides whether messages are worth hiding."""
+"""What the ranks of an axis have in common: how fast they reach each other, and how large the smallest GPU is.
+
+Both decide how messages are cut, so all ranks must know the same of them.
+"""
 
 import logging
 
@@ -23,12 +26,19 @@ def links_are_slow(axis: Axis) -> bool:
     """Whether the links of an axis are the slower part, by an all-to-all; the slowest rank's word counts for all.
 
     A message beside a kernel takes multiprocessors from it. Over fast links that costs more than it hides
-    (docs/performance.md). Over Gloo it is the host that sends, and the answer is yes.
+    (docs/performance.md).
     """
     if axis.size == 1:
         return False
+    slowest = all_gather_int64(torch.tensor([_rate(axis)]), axis).min().item()
+    logger.info(f"an all-to-all of {axis.size} ranks ({axis.name}) moves {slowest / 1e9:.0f} GB/s from each")
+    return slowest < FAST
+
+
+def _rate(axis: Axis) -> int:
+    """Bytes a second that this rank sends to the others; 0 over Gloo, where it is the host that sends."""
     if axis.device.type == "cpu":
-        return True
+        return 0
     module, part = torch.get_device_module(axis.device), _BYTES // axis.size
     sent, received = torch.zeros(2, part * axis.size, dtype=torch.uint8, device=axis.device)
     best = float("inf")
@@ -41,7 +51,17 @@ def links_are_slow(axis: Axis) -> bool:
         end.record()
         module.synchronize(axis.device)
         best = min(best, begin.elapsed_time(end) / 1e3)
-    rate = part * (axis.size - 1) * _IN_A_ROW / best
-    slowest = all_gather_int64(torch.tensor([int(rate)]), axis).min().item()
-    logger.info(f"an all-to-all of {axis.size} ranks ({axis.name}) moves {slowest / 1e9:.0f} GB/s from each")
-    return slowest < FAST
+    return int(part * (axis.size - 1) * _IN_A_ROW / best)
+
+
+def fewest_multiprocessors(axis: Axis) -> int | None:
+    """Of the GPUs of an axis, where cards may differ; None for CPUs."""
+    own = multiprocessors(axis.device)
+    return None if own is None else int(all_gather_int64(torch.tensor([own]), axis).min().item())
+
+
+def multiprocessors(device: torch.device) -> int | None:
+    """Of a GPU, 132 where torch does not say; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    return getattr(torch.get_device_module(device).get_device_properties(device), "multi_processor_count", 132)

@@ -18,6 +18,7 @@ from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
 from ..distributed.collectives import exchange, exchange_in_group
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
+from ..distributed.links import multiprocessors
 from ..distributed.sharding import Block
 from .attention_kernels import KERNELS
 
@@ -64,22 +65,21 @@ Share = tuple[slice, slice]
 
 
 @torch.compiler.assume_constant_result
-def _busy(device_type: str) -> Busy:
-    """What keeps this process' device of that type busy."""
+def _busy(device_type: str, count: int | None) -> Busy:
+    """What keeps a device busy: the one of so many multiprocessors; if not known, that of this process."""
     if device_type == "cpu":
         return OF_CPU
-    properties = torch.get_device_module(device_type).get_device_properties()
-    return Busy.of_gpu(getattr(properties, "multi_processor_count", 132))
+    return Busy.of_gpu(count or multiprocessors(torch.device(device_type)))
 
 
-def groups_of_heads(heads: int, rows: int, device: torch.device) -> int:
-    """Into how many groups so many heads, of so many rows each, are cut."""
-    return -(-heads // -(-_busy(device.type).rows // rows))
+def groups_of_heads(heads: int, rows: int, device: torch.device, axis: Axis) -> int:
+    """Into how many groups so many heads, of so many rows each, are cut; the same on all ranks of the axis."""
+    return -(-heads // -(-_busy(device.type, axis.multiprocessors).rows // rows))
 
 
-def hides_a_hop(rows: int, keys: int, size: int, device: torch.device) -> bool:
+def hides_a_hop(rows: int, keys: int, size: int, device: torch.device, axis: Axis) -> bool:
     """Whether attention of so many rows, in all heads of `size`, to the keys of one rank is worth a hop beside it."""
-    return rows * keys * size >= _busy(device.type).products
+    return rows * keys * size >= _busy(device.type, axis.multiprocessors).products
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:

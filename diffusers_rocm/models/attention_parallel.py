@@ -153,7 +153,8 @@ def attention(
         return _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method)
     heads, axis, lengths = q.shape[2], layout.ulysses, layout.group_lengths(layout.ring.rank)
     mask = _mask_of_group(mask, heads, layout)
-    groups = groups_of_heads(heads // axis.size, sum(lengths) * q.shape[0], q.device) if axis.slow_links else 1
+    rows = sum(lengths) * q.shape[0]
+    groups = groups_of_heads(heads // axis.size, rows, q.device, axis) if axis.slow_links else 1
     if groups > 1 and layout.ring.size == 1 and not needs_grad(q, k, v):
         kernel = choose(q, mask, False)
         if kernel.name in KERNELS:
@@ -184,8 +185,8 @@ def _attention_over_ring(
     lengths = layout.ring_lengths()
     kernel = choose(q, mask, rotate_method == "p2p")
     rows = max(lengths) * q.shape[0] * q.shape[2]
-    groups = groups_of_heads(k.shape[2], rows // k.shape[2], q.device)
-    hides = hides_a_hop(rows, max(lengths), q.shape[3], q.device) if rotate_method == "p2p" else groups > 1
+    groups = groups_of_heads(k.shape[2], rows // k.shape[2], q.device, ring)
+    hides = hides_a_hop(rows, max(lengths), q.shape[3], q.device, ring) if rotate_method == "p2p" else groups > 1
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
     if needs_grad(q, k, v) or not hides or whole_only:
         # Views of one gathered message; its gradients are summed.

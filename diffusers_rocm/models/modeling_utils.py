@@ -17,7 +17,7 @@ from torch import nn
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
-from ..distributed.links import links_are_slow
+from ..distributed.links import fewest_multiprocessors, links_are_slow
 from ..distributed.mesh import Axes
 from ..distributed.quantized import parts
 from ..hooks.cfg_parallel import GuidanceParallel
@@ -109,7 +109,9 @@ def enable(
             for path, module in attention_modules(model, plan):
                 check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
         register_late_backends()
-        axes = replace(axes, ulysses=replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses)))
+        count = fewest_multiprocessors(axes.context)
+        ulysses = replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses), multiprocessors=count)
+        axes = replace(axes, ring=replace(axes.ring, multiprocessors=count), ulysses=ulysses)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
         raise ValueError(f"cp_plan is for context parallelism; {config} takes none")

@@ -160,7 +160,11 @@ def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[N
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         # What the ranks agree on by answers has none.
-        answers = {"_weights_differ": lambda *_: False, "links_are_slow": lambda _: slow_links}
+        answers = {
+            "_weights_differ": lambda *_: False,
+            "links_are_slow": lambda _: slow_links,
+            "fewest_multiprocessors": lambda _: None,
+        }
         with mock.patch.multiple(modeling_utils, **answers):
             yield
     finally:

@@ -109,7 +109,7 @@ class TestValidate(unittest.TestCase):
         assert "--float32-reference" in step.arguments and f"ring={gpus}" in step.arguments
         side = int(step.arguments[step.arguments.index("--resolution") + 1])
         tokens = (side // 16) ** 2 // gpus
-        with mock.patch.object(attention_heads, "_busy", lambda _: Busy.of_gpu(304)):
+        with mock.patch.object(attention_heads, "_busy", lambda *_: Busy.of_gpu(304)):
             assert attention_heads.hides_a_hop(24 * tokens, tokens, 128, torch.device("cuda"))
             assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, 128, torch.device("cuda"))
 

@@ -1,12 +1,14 @@
 """Which links are slow is measured when a model is enabled, and known to its attention."""
 
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig
+from diffusers_rocm.distributed import links
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.links import FAST, links_are_slow
 from diffusers_rocm.hooks.context_parallel import split_of
@@ -20,6 +22,19 @@ def enabled_worker(degrees: dict[str, int]) -> tuple[bool, bool, bool]:
     model.enable_parallelism(config=config)
     axes = model.parallelism.axes
     return axes.ulysses.slow_links, split_of(model).layout_of(24).ulysses.slow_links, axes == config.axes()
+
+
+def uneven_worker() -> tuple[bool, set[int], bool]:
+    """What is known of links, and of GPUs, where those of one rank are less than those of the other."""
+    model, config = FluxTransformerTesterConfig().get_model(), ParallelConfig(ring=2)
+    rank = Axis.of_all().rank
+    own = {"_rate": lambda _: (300e9, 50e9)[rank], "multiprocessors": lambda _: (96, 60)[rank]}
+    with mock.patch.multiple(links, **own):
+        slow = links_are_slow(Axis.of_all())
+        model.enable_parallelism(config=config)
+    axes, layout = model.parallelism.axes, split_of(model).layout_of(24)
+    found = {each.multiprocessors for each in (axes.ring, axes.ulysses, layout.ring, layout.ulysses)}
+    return slow, found, axes == config.axes()
 
 
 def measured_worker() -> tuple[bool, bool]:
@@ -44,6 +59,10 @@ class TestLinks(unittest.TestCase):
     def test_attention_knows(self, degrees, slow):
         for found in run_ranks(2 * len(degrees), enabled_worker, degrees):
             assert found == (slow, slow, True)  # by which a model that was loaded is known to be on this mesh
+
+    def test_all_ranks_know_the_same(self):
+        """Of two cards: what one of them cut, the other would wait for."""
+        assert run_ranks(2, uneven_worker) == [(True, {60}, True)] * 2
 
     def test_one_rank_has_none(self):
         assert not links_are_slow(Axis.single("ulysses"))
