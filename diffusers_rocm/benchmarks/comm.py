@@ -55,11 +55,18 @@ class Collective:
 
 @dataclass
 class _Call:
-    """One that was made, and how to make it again, in buffers of its own."""
+    """One that was made, with what it was given; of tensors no more than their shapes is kept."""
 
     name: str
     sent: int
-    again: Callable[[], Any]
+    original: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def again(self, device: torch.device) -> Callable[[], Any]:
+        """How to make it again, in buffers of its own."""
+        args = [torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x for x in self.args]
+        return functools.partial(self.original, *args, **self.kwargs)
 
 
 @torch.no_grad()
@@ -78,9 +85,9 @@ def measure_comm(request: StepRequest) -> list[Collective]:
     calls: list[_Call] = []
 
     def record(name: str, sent: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        own = [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in args]
+        shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in args]
         quietly = {key: value for key, value in kwargs.items() if key != "async_op"}
-        calls.append(_Call(name, sent, functools.partial(original, *own, **quietly)))
+        calls.append(_Call(name, sent, original, shapes, quietly))
         return original(*args, **kwargs)
 
     with collective_calls(record):
@@ -92,8 +99,9 @@ def measure_comm(request: StepRequest) -> list[Collective]:
         alike.setdefault((call.name, *row), []).append(call)
     found, clock = [], Clock(device)
     for (name, *row), same in alike.items():
+        one = same[0].again(device)
 
-        def in_a_row(again: Callable[[], Any] = same[0].again) -> None:
+        def in_a_row(again: Callable[[], Any] = one) -> None:
             for _ in range(IN_A_ROW):
                 again()
 

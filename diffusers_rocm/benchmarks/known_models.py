@@ -34,6 +34,7 @@ class KnownModel:
         inputs: of one forward: from a source of random numbers in the run's dtype, the size and the config.
         config: where the published model differs from the defaults of its class.
         multiple: pixels to a token, along each side.
+        frames_apart: of a video, after the first: those that its VAE takes for one.
     """
 
     cls: str
@@ -41,6 +42,7 @@ class KnownModel:
     inputs: Callable[[Randn, Size, Mapping[str, Any]], dict[str, Any]]
     config: dict[str, Any] = field(default_factory=dict)
     multiple: int = 16
+    frames_apart: int = 4
 
     def sized(self, resolution: int | None, frames: int | None, text: int | None) -> Size:
         """Another size of the same shape; the resolution is the height.
@@ -52,6 +54,8 @@ class KnownModel:
             raise ValueError(f"{frames} frames: a {self.cls} makes pictures")
         if resolution is not None and resolution % self.multiple:
             raise ValueError(f"a height of {resolution} is no multiple of {self.multiple}, the pixels to a token")
+        if frames is not None and (frames - 1) % self.frames_apart:
+            raise ValueError(f"{frames} frames: a {self.cls} takes one, and then {self.frames_apart} at a time")
         size = self.size
         if resolution is not None:
             across = round(resolution * size.width / size.height / self.multiple)
@@ -193,7 +197,7 @@ KNOWN_MODELS = {
     ),
     "hunyuan-video": KnownModel("HunyuanVideoTransformer3DModel", Size(720, 1280, 129, 256), _hunyuan_video),
     "wan": KnownModel("WanTransformer3DModel", Size(480, 832, 81), _wan),
-    "ltx": KnownModel("LTXVideoTransformer3DModel", Size(512, 704, 161, 128), _ltx, multiple=32),
+    "ltx": KnownModel("LTXVideoTransformer3DModel", Size(512, 704, 161, 128), _ltx, multiple=32, frames_apart=8),
 }
 
 

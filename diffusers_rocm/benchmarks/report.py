@@ -82,11 +82,16 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """All that was measured, milliseconds and bytes; None where there is no number."""
+    """All that was measured, milliseconds and bytes; None where there is no number, and no times of what is wrong."""
     measured = []
     for row, speedup in zip(rows, speedups(rows), strict=True):
         figures = {"ms": row.median, "speedup": speedup}
-        measured.append(asdict(row) | {name: None if math.isnan(x) else x for name, x in figures.items()})
+        if row.note:
+            figures |= {"ms": math.nan, "speedup": math.nan}
+        if row.distance is not None:
+            figures["distance"] = row.distance
+        numbers = {name: x if math.isfinite(x) else None for name, x in figures.items()}
+        measured.append(asdict(row) | {"milliseconds": [] if row.note else row.milliseconds} | numbers)
     return measured
 
 

@@ -54,7 +54,7 @@ class StepRequest:
     """What is measured: every mesh and every peer in every mode, after one rank in that mode.
 
     Attributes:
-        meshes: `parse_mesh` reads them; all of as many ranks.
+        meshes: `parse_mesh` reads them; all of as many ranks, and without spaces.
         guidance: a step is two forwards, with another text in the second.
         in_float32: outputs are compared with float32, of which there must be room for the model on every rank.
         repeats: steps timed in a row; `rounds`: how often all rows are gone through, each time from another one on.
@@ -102,6 +102,8 @@ def parse_mesh(text: str) -> dict[str, Any]:
             axes = ", ".join(f"{axis}=N" for axis in AXES if axis != "dp")
             ways = ", ".join(["allgather", *(each for each in COMMUNICATION if each != EXACT)])
             raise ValueError(f"--mesh {text}: {word!r} is none of {axes}, {ways}")
+    if not found.keys() & set(AXES):
+        raise ValueError(f"--mesh {text} names no axis: add tp=2, say")
     if found.get("cfg", 1) > 2:
         raise ValueError(f"--mesh {text}: guidance is of two forwards, and cfg of one rank or two")
     return found
@@ -251,9 +253,11 @@ class _Runner:
         if not row.note:
             self._together()
             self._reset_peaks()
-            if here:
-                row.milliseconds += [self._clock.milliseconds(step) for _ in range(self._request.repeats)]
-                output = step().clone()
+            with _noted(row, self._world):
+                if here:
+                    row.milliseconds += [self._clock.milliseconds(step) for _ in range(self._request.repeats)]
+                    output = step().clone()
+        if not row.note:
             self._together()
             row.peak = self._peaks(alone)
             self._compare(row, output)
@@ -325,8 +329,7 @@ class _Runner:
         lossy = any(word in row.name for word in (*COMMUNICATION, FLOAT8))
         if row.name != ONE and row.mode in self._from_float32:
             return (LOSSY_BAR if lossy else FLOAT32_BAR) * self._from_float32[row.mode]
-        of_one_block = LOSSY_BAR * BARS[torch.bfloat16] if lossy else BARS[self._dtype]
-        return of_one_block * math.sqrt(self._blocks)
+        return bar_of(self._blocks, self._dtype, lossy)
 
     def _together(self) -> None:
         if self._world.size > 1:
@@ -351,6 +354,11 @@ class _Runner:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
         torch._dynamo.reset()
+
+
+def bar_of(blocks: int, dtype: torch.dtype, lossy: bool) -> float:
+    """The largest relative L2 distance of a forward of so many blocks from that of one rank; lossy: with 8 bits."""
+    return (LOSSY_BAR * BARS[torch.bfloat16] if lossy else BARS[dtype]) * math.sqrt(max(blocks, 1))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from ..benchmarks.comm import comm_table, measure_comm
 from ..benchmarks.report import Bar, header
 from ..benchmarks.step import StepRequest, check_meshes
 from ..distributed import is_first_rank
-from ..distributed.root_cause import record
+from ..distributed.root_cause import record, unsuccessful
 from . import bench_step, env
 from .bench_output import leave
 from .ranks import check_nodes, on_ranks
@@ -29,7 +29,10 @@ def check(args: argparse.Namespace) -> StepRequest:
 
 @record
 def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    found = measure_comm(request)
+    try:
+        found = measure_comm(request)
+    except ValueError as error:  # which all ranks raise alike: too few heads, no such config
+        return unsuccessful(str(error))
     if not is_first_rank():
         return 0
     environment = env.collect()

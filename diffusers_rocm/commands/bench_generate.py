@@ -59,7 +59,8 @@ def check(args: argparse.Namespace) -> RunsRequest:
 def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
     def told(run: Run) -> None:
         if is_first_rank():
-            print(f"{run.mesh}: {run.picture:.3f} s a picture", file=sys.stderr, flush=True)
+            said = run.said_of_wrong() if run.wrong else f"{run.picture:.3f} s a picture"
+            print(f"{run.mesh}: {said}", file=sys.stderr, flush=True)
 
     runs = measure_runs(request.picture, request.meshes, request.repeats, told)
     if not is_first_rank():
@@ -75,7 +76,7 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
             f"seconds: median of {request.repeats}",
         ]
     )
-    rows = [asdict(run) | {"picture": run.picture} for run in runs]
+    rows = [run.as_json() for run in runs]
     measured = {"request": asdict(picture), "environment": environment, "rows": rows}
     bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}") for run in runs if not run.wrong]
     leave(args, argv, heading, runs_table(runs), measured, bars, "seconds a picture")

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,17 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_output(args: argparse.Namespace) -> None:
     """Raises ValueError where a file cannot be written."""
-    if args.json is not None:
-        if args.json.is_dir():
-            raise ValueError(f"--json {args.json} is a folder")
-        check_writable(args.json.parent)
+    for name in ("json", "chart"):
+        file = getattr(args, name)
+        if file is not None:
+            if file.is_dir():
+                raise ValueError(f"--{name} {file} is a folder")
+            check_writable(file.parent)
     if args.chart is not None:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--chart needs matplotlib: pip install matplotlib")
+            raise ValueError("--chart needs matplotlib: pip install 'diffusers_rocm[bench]'")
         if args.chart.suffix.lower() != ".png":
             raise ValueError(f"--chart writes a PNG; {args.chart} does not end in .png")
-        check_writable(args.chart.parent)
 
 
 def leave(
@@ -49,5 +51,7 @@ def leave(
 
 def _command_line(argv: list[str]) -> str:
     """How to measure the same again; where it was written does not matter."""
-    files = {index + step for index, word in enumerate(argv) if word in ("--json", "--chart") for step in (0, 1)}
-    return " ".join(["diffusers-rocm", *(word for index, word in enumerate(argv) if index not in files)])
+    options = "--json", "--chart"
+    files = {index + step for index, word in enumerate(argv) if word in options for step in (0, 1)}
+    files |= {index for index, word in enumerate(argv) if word.partition("=")[0] in options}
+    return shlex.join(["diffusers-rocm", *(word for index, word in enumerate(argv) if index not in files)])

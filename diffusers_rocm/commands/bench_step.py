@@ -84,7 +84,7 @@ def check(args: argparse.Namespace) -> StepRequest:
         if peer != "cache-dit" and not on_gpus(args):
             raise ValueError(f"--compare {peer} needs GPUs, and there are none")
     if "cache-dit" in args.compare and importlib.util.find_spec("cache_dit") is None:
-        raise ValueError("--compare cache-dit needs it installed: pip install cache-dit")
+        raise ValueError("--compare cache-dit needs it installed: pip install 'cache-dit[parallelism]'")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
     return StepRequest(
@@ -112,7 +112,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     size = known.sized(args.resolution, args.frames, args.text)
     config = dict(map(_setting, args.config))
     dtype = args.dtype or ("bfloat16" if on_gpus(args) else "float32")
-    meshes = list(dict.fromkeys(meshes))
+    meshes = list(dict.fromkeys("".join(mesh.split()) for mesh in meshes))
     world = check_meshes(tuple(meshes))
     _check_memory(made(known, config), getattr(torch, dtype), world, on_gpus(args))
     if under_torchrun() and world != int(os.environ["WORLD_SIZE"]):

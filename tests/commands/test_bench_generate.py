@@ -5,6 +5,7 @@ import re
 import tempfile
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -16,6 +17,7 @@ from parameterized import parameterized
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks.step import ONE
 from diffusers_rocm.benchmarks.whole_run import STAGES, Run, measure_runs, runs_table
+from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.pipelines.generation import GenerationRequest
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
@@ -29,15 +31,24 @@ def worker() -> list[Run]:
     return measure_runs(REQUEST, ("tp=2", "ulysses=2"), repeats=1)
 
 
-def broken_worker() -> tuple[list[Run], str]:
-    """Tensor parallelism that forgets to add up."""
+def guidance_worker(dtype: str) -> list[Run]:
+    request = replace(REQUEST, dtype=dtype, negative_prompt="a blue square", guidance=4.0)
+    return measure_runs(request, ("cfg=2", "ulysses=2"), repeats=1)
+
+
+def broken_worker(where: str, dtype: str) -> tuple[list[Run], str]:
+    """Sums that are not made, or rings in which each rank attends to its own keys."""
     reduce = dist.all_reduce
 
     def forget(x, *args, **kwargs):
         return reduce(x, *args, **kwargs) if x.ndim < 2 else None
 
-    with mock.patch.object(dist, "all_reduce", forget):
-        runs = measure_runs(REQUEST, ("tp=2",), repeats=1)
+    def alone(out, lse, part, part_lse, into=None):
+        return (out if into is None else into.copy_(out)), lse
+
+    broken = {"tp=2": (dist, "all_reduce", forget), "ring=2": (attention_parallel, "merge", alone)}[where]
+    with mock.patch.object(*broken):
+        runs = measure_runs(replace(REQUEST, dtype=dtype), (where,), repeats=1)
     return runs, runs_table(runs)
 
 
@@ -49,10 +60,20 @@ class TestBenchGenerate(unittest.TestCase):
                 assert not run.wrong and run.distance <= 1e-5, run
                 assert list(run.times) == list(STAGES) and min(run.times[name][0] for name in STAGES[:3]) > 0, run
 
-    def test_wrong(self):
-        for runs, shown in run_ranks(2, broken_worker):
+    @parameterized.expand(["float32", "bfloat16"])
+    def test_guidance(self, dtype):
+        for runs in run_ranks(2, guidance_worker, dtype):
+            assert [run.wrong for run in runs] == [False] * 3, runs
+
+    @parameterized.expand([("tp=2", "float32"), ("tp=2", "bfloat16"), ("ring=2", "bfloat16")])
+    def test_wrong(self, mesh, dtype):
+        for runs, shown in run_ranks(2, broken_worker, mesh, dtype):
             assert [run.wrong for run in runs] == [False, True], runs
-            assert re.search(r"\ntp=2 +wrong: \S+ from one rank$", shown), shown
+            line = shown.splitlines()[-1]
+            assert re.fullmatch(rf"{mesh} +wrong: the first forward is \S+ from one rank, the picture \S+", line), line
+            assert runs[1].forward > 0.1, runs
+            kept = json.loads(json.dumps(runs[1].as_json(), allow_nan=False))
+            assert kept["times"] == {} and kept["picture"] is None, kept
 
     def test_command(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +87,7 @@ class TestBenchGenerate(unittest.TestCase):
             assert row["picture"] == pytest.approx(sum(both) / 2) and len(row["times"]["load"]) == 1
         what, where, how, head, one, tp = output.getvalue().splitlines()
         assert what.startswith("tiny-flux-shapes, ") and "on CPU" in where and how == "seconds: median of 2"
-        words = [*STAGES, "picture", "(least", "to", "most)", "relative", "L2"]
+        words = [*STAGES, "picture", "(least", "to", "most)", "L2:", "forward", "picture"]
         assert head.split() == ["seconds", *words] and re.search(r"\(\S+ to \S+\) +1.00x", one), output.getvalue()
 
     @parameterized.expand(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -139,8 +140,29 @@ def part_worker(in_float32: bool) -> list[tuple]:
         return as_rows(measure_step(request("ring=2", "ring=2,int8", "tp=2", in_float32=in_float32, **shortened)))
 
 
+def no_room_worker() -> list[tuple]:
+    """For the second row, and only once its steps are timed."""
+    timed, calls = step.Clock.milliseconds, []
+
+    def milliseconds(clock, work):
+        calls.append(work)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return timed(clock, work)
+
+    with mock.patch.object(step.Clock, "milliseconds", milliseconds):
+        return as_rows(measure_step(request("tp=2", "ring=2", rounds=1)))
+
+
 def comm_worker(mesh: str) -> list[Collective]:
     return measure_comm(request(mesh))
+
+
+def buffers_worker(blocks: int) -> int:
+    """How many buffers are made for what a model of so many blocks sends."""
+    with mock.patch.object(torch, "zeros_like", wraps=torch.zeros_like) as made:
+        measure_comm(request("ulysses=2", config=SMALL["flux"] | {"num_single_layers": blocks}))
+    return made.call_count
 
 
 class TestKnownModels(unittest.TestCase):
@@ -225,6 +247,15 @@ class TestBenchStep(unittest.TestCase):
                 assert rows[0][4] == rows[3][4] == "" and 0 < rows[3][3], rows
                 assert not in_float32 or rows[3][3] < 1.25 * rows[0][3], rows
 
+    def test_no_room_while_steps_are_timed(self):
+        """Costs that row alone."""
+        for rows in run_ranks(2, no_room_worker):
+            assert [row[4] == "" for row in rows] == [True, False, True], rows
+            assert rows[1][2] == 0 and "no room" in rows[1][4], rows
+
+    def test_comm_keeps_buffers_for_one_call_of_a_kind(self):
+        assert run_ranks(2, buffers_worker, 1) == run_ranks(2, buffers_worker, 3)
+
     @parameterized.expand([("tp=2",), ("ulysses=2",)])
     def test_comm(self, mesh):
         for found in run_ranks(2, comm_worker, mesh):
@@ -243,7 +274,7 @@ class TestBenchStep(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             output, file = StringIO(), Path(folder, "made", "step.json")
             config = [f"{name}={value}" for name, value in SMALL["flux"].items()]
-            arguments = ["--mesh", "tp=1", "--resolution", "128", "--text", "16", "--repeats", "2", "--rounds", "1"]
+            arguments = ["--mesh", " tp=1 ", "--resolution", "128", "--text", "16", "--repeats", "2", "--rounds", "1"]
             with redirect_stdout(output), redirect_stderr(StringIO()):
                 code = commands.main(
                     ["bench", "step", "--device", "cpu", *arguments, "--config", *config, "--json", str(file)]
@@ -291,6 +322,12 @@ class TestBenchStep(unittest.TestCase):
         assert [row["speedup"] for row in written] == [1.0, 2.0, None, None]
         assert [row["ms"] for row in written] == [10.0, 5.0, None, 4.0]
 
+    def test_json_of_what_is_wrong(self):
+        """Has no times, and is JSON."""
+        rows = [Row(ONE, "eager", [8.0], [0]), Row("tp=2", "eager", [5.0], [0], math.nan, "wrong: nan from one rank")]
+        (_, wrong) = json.loads(json.dumps(rows_json(rows), allow_nan=False))
+        assert [wrong[name] for name in ("ms", "speedup", "distance", "milliseconds")] == [None, None, None, []], wrong
+
     @parameterized.expand([("ring=2,tp=3", {"ring": 2, "tp": 3}), ("tp=2, int8", {"tp": 2, "communication": "int8"})])
     def test_mesh(self, text, wanted):
         assert parse_mesh(text) == wanted
@@ -318,8 +355,19 @@ class TestBenchStep(unittest.TestCase):
         assert "not run: ValueError: " in tp, tp
         assert run.stderr.endswith("\ndiffusers-rocm: wrong or not run, 1 of 2 rows: tp=2, eager\n"), run.stderr
 
+    def test_comm_of_what_cannot_be_had(self):
+        config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
+        command = [sys.executable, "-m", "diffusers_rocm", "bench", "comm", "--device", "cpu", "--mesh", "ulysses=2"]
+        run = subprocess.run(
+            [*command, "--resolution", "64", "--config", *config], capture_output=True, text=True, timeout=240
+        )
+        assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
+        assert run.stderr.splitlines()[-1].startswith("diffusers-rocm: Ulysses over 2 ranks needs as many heads"), run
+
     @parameterized.expand(
         [
+            ("way alone", ["--mesh", "int8"], "--mesh int8 names no axis"),
+            ("frames", ["--model", "ltx", "--mesh", "tp=2", "--frames", "6"], "takes one, and then 8 at a time"),
             ("axis", ["--mesh", "xp=2"], "'xp=2' is none of cfg=N, ring=N"),
             ("degree", ["--mesh", "tp=0"], "'tp=0' is none of"),
             ("dp", ["--mesh", "dp=2"], "'dp=2' is none of"),
@@ -340,6 +388,7 @@ class TestBenchStep(unittest.TestCase):
             ("config", ["--mesh", "tp=2", "--config", "layers"], "write NAME=VALUE"),
             ("chart", ["--mesh", "tp=1", *FEW, "--chart", "chart.jpg"], "--chart (needs matplotlib|writes a PNG)"),
             ("json", ["--mesh", "tp=1", *FEW, "--json", "{folder}"], "is a folder"),
+            ("no file", ["--mesh", "tp=1", *FEW, "--chart", "{folder}"], "is a folder"),
         ]
     )
     def test_message(self, _, arguments, message):
