@@ -106,12 +106,12 @@ class Bar:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """One for each row that was timed."""
-    return [
-        Bar(f"{row.name}, {row.mode}", row.median, f"{row.median:.1f}  ({speedup:.2f}x)", row.mode)
-        for row, speedup in zip(rows, speedups(rows), strict=True)
-        if not row.note
-    ]
+    """One for each row; of no length where there are no times."""
+    found = []
+    for row, speedup in zip(rows, speedups(rows), strict=True):
+        said = row.note.partition(":")[0] or f"{row.median:.1f}  ({speedup:.2f}x)"
+        found.append(Bar(f"{row.name}, {row.mode}", 0.0 if row.note else row.median, said, row.mode))
+    return found
 
 
 def draw(bars: Sequence[Bar], title: str, unit: str, file: Path) -> None:
@@ -131,5 +131,7 @@ def draw(bars: Sequence[Bar], title: str, unit: str, file: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.3)
     axes.set_xlabel(unit)
-    axes.set_title("\n".join(textwrap.fill(line.expandtabs(4), 100) for line in lines), fontsize="x-small")
+    # The links between GPUs are a table.
+    shown = "\n".join(textwrap.fill(line.expandtabs(8), 100) for line in lines)
+    axes.set_title(shown, fontsize="xx-small", family="monospace", loc="left", x=0)
     figure.savefig(file, dpi=150)
