@@ -28,25 +28,39 @@ def merge(
     if into is None:
         into = out if out.dtype == wide else torch.empty(out.shape, dtype=wide, device=out.device)
     merge_rows = _kernel_for(out.device) if out.device.type != "cpu" and wide == torch.float32 else None
-    if merge_rows is not None:
-        return into, merge_rows(out, lse, part, part_lse, into)
+    return into, (merge_rows or _merge_rows)(out, lse, part, part_lse, into)
+
+
+def _merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, into: Tensor) -> Tensor:
+    """By torch's operations: what the kernel is held to. Returns the `lse` of both."""
+    wide = torch.promote_types(out.dtype, torch.float32)
     shares = (torch.sigmoid(lse - part_lse), torch.sigmoid(part_lse - lse))
     kept, added = (share.nan_to_num(0)[..., None] for share in shares)  # neither has a key
     merged = out.to(wide).mul_(kept).addcmul_(part, added)
-    return merged if merged is into else into.copy_(merged), torch.logaddexp(lse, part_lse)
+    if merged is not into:
+        into.copy_(merged)
+    return torch.logaddexp(lse, part_lse)
 
 
 @functools.cache
 def _kernel_for(device: torch.device) -> Callable[..., Tensor] | None:
-    """One kernel in place of torch's operations, where Triton is there and can compile it (it needs a C compiler)."""
+    """One kernel in place of torch's operations, where Triton is there, can compile it, and then computes the same."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         from .attention_merge_triton import merge_rows
 
-        out, lse = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
-        merge_rows(out, lse, out, lse, out)
-    except Exception as error:
+        parts = torch.linspace(-1, 1, 2 * 4 * 16, device=device).view(2, 1, 4, 1, 16)
+        none = -torch.inf
+        lses = torch.tensor([[0, 1, none, none], [2, -1, 1, none]], device=device).view(2, 1, 4, 1)
+        answers = []
+        for each in (merge_rows, _merge_rows):
+            into = torch.empty_like(parts[0])
+            answers.append((into, each(parts[0].clone(), lses[0], parts[1], lses[1], into)))
+    except Exception as error:  # it needs a C compiler
         logger.warning(f"attention's parts are merged by torch's operations, since Triton cannot compile: {error}")
+        return None
+    if not all(torch.allclose(found, wanted, atol=1e-5) for found, wanted in zip(*answers, strict=True)):
+        logger.warning("attention's parts are merged by torch's operations, since Triton's kernel is wrong here")
         return None
     return merge_rows

@@ -154,6 +154,30 @@ def no_room_worker() -> list[tuple]:
         return as_rows(measure_step(request("tp=2", "ring=2", rounds=1)))
 
 
+def order_worker() -> tuple[list[str], list[int]]:
+    """The rows in the order in which they are run, and how many steps come before the first that is timed."""
+    order, steps, before = [], [], []
+    run, timed, made = step._Runner.run, step.Clock.milliseconds, step._Runner._step
+
+    def noted(runner, row):
+        order.append(row.name)
+        steps.clear()
+        run(runner, row)
+
+    def counted(*args):
+        one = made(*args)
+        return lambda: (steps.append(1), one())[1]
+
+    def milliseconds(clock, work):
+        before.append(len(steps))
+        return timed(clock, work)
+
+    with mock.patch.multiple(step._Runner, run=noted, _step=counted):
+        with mock.patch.object(step.Clock, "milliseconds", milliseconds):
+            measure_step(request("tp=2", "ring=2", "ulysses=2", rounds=2, warmup=3, repeats=1))
+    return order, before
+
+
 def comm_worker(mesh: str) -> list[Collective]:
     return measure_comm(request(mesh))
 
@@ -246,6 +270,11 @@ class TestBenchStep(unittest.TestCase):
                     assert re.match(rf"wrong: \S+ from {reference}, more than", row[4]), rows
                 assert rows[0][4] == rows[3][4] == "" and 0 < rows[3][3], rows
                 assert not in_float32 or rows[3][3] < 1.25 * rows[0][3], rows
+
+    def test_rounds_begin_with_another_row_and_rows_with_a_warm_up(self):
+        rows = [ONE, "tp=2", "ring=2", "ulysses=2"]
+        for order, before in run_ranks(2, order_worker):
+            assert order == rows + rows[2:] + rows[:2] and before == [3] * 8, (order, before)
 
     def test_no_room_while_steps_are_timed(self):
         """Costs that row alone."""

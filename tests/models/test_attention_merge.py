@@ -4,13 +4,17 @@ import importlib.util
 import itertools
 import math
 import os
+import sys
 import unittest
+from types import ModuleType
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 
+from diffusers_rocm.models import attention_merge
 from diffusers_rocm.models.attention_kernels import KERNELS
 from diffusers_rocm.models.attention_merge import merge
 
@@ -63,6 +67,21 @@ class TestMerge(unittest.TestCase):
             out, lse = merge(out, lse, other, other_lse)
             want, want_lse = merge(want, want_lse, other.double(), other_lse.double())
         assert out.dtype == lse.dtype == torch.float32 and relative_l2(out, want) <= 1e-6
+
+    @parameterized.expand([("right", True), ("of the first part alone", False)])
+    def test_a_kernel_is_tried_first(self, _, right):
+        """Where it compiles to something else than torch's operations, it is not used."""
+
+        def first_alone(out, lse, part, part_lse, into):
+            into.copy_(out)
+            return lse
+
+        kernel = ModuleType("attention_merge_triton")
+        kernel.merge_rows = attention_merge._merge_rows if right else first_alone
+        there = mock.patch.object(importlib.util, "find_spec", return_value=True)
+        with there, mock.patch.dict(sys.modules, {"diffusers_rocm.models.attention_merge_triton": kernel}):
+            found = attention_merge._kernel_for.__wrapped__(torch.device("cpu"))
+        assert found is (kernel.merge_rows if right else None)
 
 
 def part(batch: int, length: int, heads: int, dim: int, seed: int, dtype: torch.dtype, heads_first: bool) -> tuple:
