@@ -31,7 +31,9 @@ def links_are_slow(axis: Axis) -> bool:
     if axis.size == 1:
         return False
     slowest = all_gather_int64(torch.tensor([_rate(axis)]), axis).min().item()
-    logger.info(f"an all-to-all of {axis.size} ranks ({axis.name}) moves {slowest / 1e9:.0f} GB/s from each")
+    rate = f"{slowest / 1e9:.0f} GB/s from each" if slowest else "what the host can"
+    so = "long sequences go some heads at a time" if slowest < FAST else "messages go whole"
+    logger.info(f"an all-to-all of {axis.size} ranks ({axis.name}) moves {rate}: {so}")
     return slowest < FAST
 
 
@@ -57,7 +59,11 @@ def _rate(axis: Axis) -> int:
 def fewest_multiprocessors(axis: Axis) -> int | None:
     """Of the GPUs of an axis, where cards may differ; None for CPUs."""
     own = multiprocessors(axis.device)
-    return None if own is None else int(all_gather_int64(torch.tensor([own]), axis).min().item())
+    if own is None:
+        return None
+    fewest = int(all_gather_int64(torch.tensor([own]), axis).min().item())
+    logger.info(f"what is worth a message of its own is that for a GPU of {fewest} multiprocessors")
+    return fewest
 
 
 def multiprocessors(device: torch.device) -> int | None:
