@@ -35,6 +35,7 @@ class KnownModel:
         config: where the published model differs from the defaults of its class.
         multiple: pixels to a token, along each side.
         frames_apart: of a video, after the first: those that its VAE takes for one.
+        text: the argument that is the text, [..., tokens, channels].
     """
 
     cls: str
@@ -43,6 +44,7 @@ class KnownModel:
     config: dict[str, Any] = field(default_factory=dict)
     multiple: int = 16
     frames_apart: int = 4
+    text: str = "encoder_hidden_states"
 
     def sized(self, resolution: int | None, frames: int | None, text: int | None) -> Size:
         """Another size of the same shape; the resolution is the height.
@@ -125,9 +127,29 @@ def _qwen_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str
     }
 
 
-def _video(randn: Randn, size: Size, channels: int, text: int) -> dict[str, Any]:
-    """Latents of a VAE that takes 8 pixels and 4 frames for one, and text."""
-    latents = randn(1, channels, (size.frames - 1) // 4 + 1, size.height // 8, size.width // 8)
+def _z_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists, of one picture and its text."""
+    latents = randn(config["in_channels"], 1, size.height // 8, size.width // 8)
+    return {
+        "x": [latents],
+        "t": torch.tensor([0.5], device=latents.device, dtype=latents.dtype),
+        "cap_feats": [randn(size.text, config["cap_feat_dim"])],
+    }
+
+
+def _lumina2(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
+    latents = randn(1, config["in_channels"], size.height // 8, size.width // 8)
+    return {
+        "hidden_states": latents,
+        "encoder_hidden_states": randn(1, size.text, config["cap_feat_dim"]),
+        "encoder_attention_mask": torch.ones(1, size.text, device=latents.device, dtype=torch.bool),
+        "timestep": torch.tensor([0.5], device=latents.device, dtype=latents.dtype),
+    }
+
+
+def _video(randn: Randn, size: Size, channels: int, text: int, frames: int = 4) -> dict[str, Any]:
+    """Latents of a VAE that takes 8 pixels and so many frames for one, and text."""
+    latents = randn(1, channels, (size.frames - 1) // frames + 1, size.height // 8, size.width // 8)
     return {
         "hidden_states": latents,
         "encoder_hidden_states": randn(1, size.text, text),
@@ -150,6 +172,21 @@ def _hunyuan_video(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[
 
 def _wan(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     return _video(randn, size, config["in_channels"], config["text_dim"])
+
+
+def _mochi(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
+    given = _video(randn, size, config["in_channels"], config["text_embed_dim"], 6)
+    mask = torch.ones(1, size.text, device=given["timestep"].device, dtype=torch.bool)
+    return given | {"encoder_attention_mask": mask}
+
+
+def _cogvideox(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Frames before channels; positions by random angles."""
+    given = _video(randn, size, config["in_channels"], config["text_embed_dim"])
+    latents = given["hidden_states"].transpose(1, 2).contiguous()
+    tokens = latents.shape[1] * (size.height // 16) * (size.width // 16)
+    angles = randn(tokens, config["attention_head_dim"] // 2).float().repeat_interleave(2, 1)
+    return given | {"hidden_states": latents, "image_rotary_emb": (angles.cos(), angles.sin())}
 
 
 def _ltx(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +232,17 @@ KNOWN_MODELS = {
             "qk_norm": "rms_norm",
         },
     ),
+    "z-image": KnownModel("ZImageTransformer2DModel", Size(1024, 1024, text=256), _z_image, text="cap_feats"),
+    "lumina2": KnownModel("Lumina2Transformer2DModel", Size(1024, 1024, text=256), _lumina2, {"cap_feat_dim": 2304}),
     "hunyuan-video": KnownModel("HunyuanVideoTransformer3DModel", Size(720, 1280, 129, 256), _hunyuan_video),
     "wan": KnownModel("WanTransformer3DModel", Size(480, 832, 81), _wan),
+    "mochi": KnownModel("MochiTransformer3DModel", Size(480, 848, 163, 256), _mochi, frames_apart=6),
+    "cogvideox": KnownModel(
+        "CogVideoXTransformer3DModel",
+        Size(480, 720, 49, 226),
+        _cogvideox,
+        {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+    ),
     "ltx": KnownModel("LTXVideoTransformer3DModel", Size(512, 704, 161, 128), _ltx, multiple=32, frames_apart=8),
 }
 

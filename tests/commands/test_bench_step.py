@@ -9,6 +9,7 @@ import sys
 import tempfile
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from parameterized import parameterized
 from PIL import Image
+from torch.utils._pytree import tree_leaves
 
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
@@ -41,6 +43,16 @@ SMALL = {
     "chroma": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "approximator_hidden_dim": 64},
     "qwen-image": {"num_layers": 1, "num_attention_heads": 2},
     "sd3.5-large": {"num_layers": 1, "num_attention_heads": 2, "caption_projection_dim": 128},
+    "z-image": {"n_layers": 1, "n_refiner_layers": 1, "dim": 256, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 64},
+    "lumina2": {
+        "num_layers": 1,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 6,
+        "num_kv_heads": 2,
+        "hidden_size": 576,
+    },
+    "mochi": {"num_layers": 1, "num_attention_heads": 8},
+    "cogvideox": {"num_layers": 1, "num_attention_heads": 2},
     "hunyuan-video": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
     "wan": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64},
     "ltx": {"num_layers": 1, "num_attention_heads": 2, "cross_attention_dim": 128},
@@ -52,6 +64,10 @@ PARAMETERS = {
     "chroma": 8.9,
     "qwen-image": 20.4,
     "sd3.5-large": 8.06,
+    "z-image": 6.15,
+    "lumina2": 2.61,
+    "mochi": 10.0,
+    "cogvideox": 5.57,
     "hunyuan-video": 12.8,
     "wan": 14.3,
     "ltx": 1.92,
@@ -122,8 +138,9 @@ def float8_worker() -> tuple[list[dict], list[str]]:
     return peer.configs, [row.name for row in rows]
 
 
-def guidance_worker() -> list[tuple]:
-    return as_rows(measure_step(request("cfg=2", "ulysses=2", guidance=True)))
+def guidance_worker(model: str) -> list[tuple]:
+    asked = request("cfg=2", "ulysses=2", guidance=True, config=SMALL[model])
+    return as_rows(measure_step(replace(asked, model=model)))
 
 
 def broken_worker() -> tuple[list[tuple], str]:
@@ -203,9 +220,9 @@ class TestKnownModels(unittest.TestCase):
         assert count / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
         model = build(known, SMALL[name], CPU, torch.float32)
         assert 1 <= count_blocks(model) <= 4  # by which the bar goes
-        size = known.sized(128, 9 if known.size.frames > 1 else None, 16)
+        size = known.sized(128, 1 + known.frames_apart if known.size.frames > 1 else None, 16)
         with torch.no_grad():
-            output = model(**inputs(known, size, model, torch.float32))[0]
+            output = tree_leaves(model(**inputs(known, size, model, torch.float32)))[0]
         assert output.isfinite().all() and output.std() > 0.01
 
     def test_sizes_keep_their_shape(self):
@@ -252,8 +269,10 @@ class TestBenchStep(unittest.TestCase):
             assert configs == [{"ulysses_size": 2, "ulysses_float8": True, "attention_backend": "native"}], configs
             assert names == [ONE, "tp=2,int8", "int8,ulysses=2", "cache-dit ulysses=2,float8"], names
 
-    def test_guidance(self):
-        for rows in run_ranks(2, guidance_worker):
+    @parameterized.expand(["flux", "z-image"])
+    def test_guidance(self, model):
+        """Z-Image takes lists, and answers with one."""
+        for rows in run_ranks(2, guidance_worker, model):
             assert len(rows) == 3 and all(row[2] == 4 and row[3] <= 1e-4 for row in rows), rows
 
     def test_wrong_is_not_timed(self):
