@@ -125,3 +125,9 @@ class TestMergeKernel(unittest.TestCase):
         assert dead.any() and torch.equal(merged_lse.cpu() == -math.inf, dead)
         assert (into.cpu()[dead] == 0).all()
         assert (merged_lse.cpu()[~dead] - want_lse[~dead]).abs().max() <= 1e-5
+
+    def test_is_taken(self):
+        """What is tried first finds it right."""
+        from diffusers_rocm.models.attention_merge_triton import merge_rows
+
+        assert attention_merge._kernel_for(torch.device(self.device)) is merge_rows
