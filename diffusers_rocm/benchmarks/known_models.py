@@ -50,14 +50,15 @@ class KnownModel:
         """Another size of the same shape; the resolution is the height.
 
         Raises:
-            ValueError: no whole number of tokens; frames of what makes pictures.
+            ValueError: no whole number of tokens, or of latents of frames; frames of what makes pictures.
         """
         if frames is not None and frames > 1 and self.size.frames == 1:
             raise ValueError(f"{frames} frames: a {self.cls} makes pictures")
         if resolution is not None and resolution % self.multiple:
             raise ValueError(f"a height of {resolution} is no multiple of {self.multiple}, the pixels to a token")
-        if frames is not None and (frames - 1) % self.frames_apart:
-            raise ValueError(f"{frames} frames: a {self.cls} takes one, and then {self.frames_apart} at a time")
+        if frames is not None and (over := (frames - 1) % self.frames_apart):
+            fewer = frames - over
+            raise ValueError(f"{frames} frames: a {self.cls} makes {fewer} or {fewer + self.frames_apart}")
         size = self.size
         if resolution is not None:
             across = round(resolution * size.width / size.height / self.multiple)

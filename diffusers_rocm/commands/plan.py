@@ -101,10 +101,6 @@ def check(args: argparse.Namespace) -> PlanRequest:
         )
     subject = find_subject(args.model)
     size = subject.known.sized(args.resolution, args.frames, args.text)
-    time = subject.vae.time if subject.vae is not None else None
-    if time is not None and (over := (size.frames - 1) % time):
-        fewer = size.frames - over
-        raise ValueError(f"--frames {size.frames}: {subject.name} makes {fewer} or {fewer + time}")
     if args.guidance is not None:
         subject = replace(subject, forwards=1 + args.guidance)
     if not hasattr(diffusers, subject.known.cls):

@@ -415,7 +415,7 @@ class TestBenchStep(unittest.TestCase):
     @parameterized.expand(
         [
             ("way alone", ["--mesh", "int8"], "--mesh int8 names no axis"),
-            ("frames", ["--model", "ltx", "--mesh", "tp=2", "--frames", "6"], "takes one, and then 8 at a time"),
+            ("frames", ["--model", "ltx", "--mesh", "tp=2", "--frames", "6"], "6 frames: a LTXV.* makes 1 or 9"),
             ("axis", ["--mesh", "xp=2"], "'xp=2' is none of cfg=N, ring=N"),
             ("degree", ["--mesh", "tp=0"], "'tp=0' is none of"),
             ("dp", ["--mesh", "dp=2"], "'dp=2' is none of"),

@@ -19,6 +19,7 @@ from parameterized import parameterized
 from diffusers_rocm import commands
 from diffusers_rocm.commands import validate
 from diffusers_rocm.commands.validate import JSON, Step
+from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.models import attention_heads
 from diffusers_rocm.models.attention_heads import Busy
 
@@ -110,8 +111,9 @@ class TestValidate(unittest.TestCase):
         side = int(step.arguments[step.arguments.index("--resolution") + 1])
         tokens = (side // 16) ** 2 // gpus
         with mock.patch.object(attention_heads, "_busy", lambda *_: Busy.of_gpu(304)):
-            assert attention_heads.hides_a_hop(24 * tokens, tokens, 128, torch.device("cuda"))
-            assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, 128, torch.device("cuda"))
+            where = torch.device("cuda"), Axis.single("ring")
+            assert attention_heads.hides_a_hop(24 * tokens, tokens, 128, *where)
+            assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, 128, *where)
 
     @parameterized.expand(
         [
