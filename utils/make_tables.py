@@ -79,7 +79,7 @@ def ways_to_attend() -> str:
 
 def side_by_side() -> str:
     """A message and a product that does not wait for it, and a sum in parts under its product."""
-    runs = [read(name) for name in ("overlap_2xh100", "overlap_2xh100_p2p_off")]
+    runs = [read(name) for name in ("overlap_2xh100", "overlap_4xh200", "overlap_2xh100_p2p_off")]
     rows = {
         "message of Ulysses, 1152 tokens": "ulysses 1152, NCCL: message",
         "product of the MLP": "ulysses 1152, NCCL: product",
@@ -97,11 +97,15 @@ def side_by_side() -> str:
         "in 2 parts, side by side": "sum 4608: product, NCCL in 2 parts side by side",
         "in 4 parts, side by side": "sum 4608: product, NCCL in 4 parts side by side",
     }
-    lines = ["| microseconds | NVLink | P2P off |", "|---|---|---|"]
+    lines = ["| microseconds | 2 GPUs, NVLink | 4 GPUs, NVLink | 2 GPUs, P2P off |", "|---|---|---|---|"]
     for shown, name in rows.items():
         figures = [run["microseconds"].get(name) for run in runs]
         lines.append(f"| {shown} | {' | '.join('' if each is None else f'{each:.0f}' for each in figures)} |")
-    return "\n".join([*lines, "", source("utils/bench_overlap.py", runs[0]["versions"], "overlap_2xh100*")])
+    ran = [
+        source("utils/bench_overlap.py", runs[0]["versions"], "overlap_2xh100*"),
+        source("utils/bench_overlap.py --rows 1152", runs[1]["versions"], "overlap_4xh200"),
+    ]
+    return "\n".join([*lines, "", *ran])
 
 
 def flux_bytes() -> str:
@@ -228,6 +232,70 @@ def alone(name: str) -> str:
     return "\n".join([*lines, "", ran])
 
 
+def kernels(*names: str) -> str:
+    """Where the time of a step of several ranks goes, of one run or more."""
+    columns = "ms a step", "products", "attention", "other", "nothing computed", "messages"
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    ran = []
+    for name in names:
+        run = read(name)
+        how = run["command"].partition(" --wait ")[2].split()[:1]
+        for row in run["rows"]:
+            computed = [row[kind] for kind in ("matmul", "attention", "other")]
+            cells = [row["ms"], *computed, row["ms"] - sum(computed), row["messages"]]
+            lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
+        ran.append(source(run["command"], run["versions"], name))
+    return "\n".join([*lines, "", *ran])
+
+
+# What was aimed at on 4 H200: of which run, in which modes, by which of its rows, and how far.
+AIMS = (
+    ("1024x1024, exact, compiled", "step_flux_4xh200", "", 3.3),
+    ("1024x1024, `tp=4`, compiled", "step_flux_4xh200", "tp=4", 2.9),
+    ("1024x1024, `tp=2,ulysses=2`, compiled", "step_flux_4xh200", "tp=2,ulysses=2", 2.9),
+    ("1024x1024, exact, not compiled", "step_flux_eager_4xh200", "", 2.9),
+    ("2048x2048, exact, compiled", "step_flux_2048_4xh200", "", 3.7),
+    ("1024x1024, P2P off, exact", "step_flux_4xh200_p2p_off", "", 1.8),
+    ("1024x1024, P2P off, Ulysses in 8 bits", "step_flux_4xh200_p2p_off", "ulysses=4,8 bits", 2.2),
+    ("1024x1024, P2P off, `tp=4` in 8 bits", "step_flux_4xh200_p2p_off", "tp=4,8 bits", 1.4),
+)
+EIGHT_BITS = re.compile("int8|float8")
+
+
+def aims() -> str:
+    """The best of ours and the best of the others, over one rank in the same mode, beside what was aimed at."""
+    lines = ["| over one GPU in the same mode | aim | ours | best of the others |", "|---|---|---|---|"]
+    for shown, file, mesh, aim in AIMS:
+        rows = [
+            row
+            for name in dict.fromkeys((file, file.replace("step_flux_4", "step_flux_graphs_4")))
+            for row in had(name)
+        ]
+        best = []
+        for whose in (("",), ("diffusers", "cache-dit")):
+            of = [row for row in rows if row["name"].rpartition(" ")[0] in whose and row["name"] != "one rank"]
+            of = [row for row in of if fits(row["name"].rpartition(" ")[2], mesh)]
+            best.append(max(of, key=lambda row: row["speedup"], default=None))
+        cells = [
+            f"{row['speedup']:.2f}x (`{row['name']}`, {row['mode']}, {max(row['peak']) / 2**30:.1f} GiB)"
+            if row
+            else ""
+            for row in best
+        ]
+        lines.append(f"| {shown} | {aim}x | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def had(name: str) -> list[dict]:
+    """The rows of a run that have times; none if there was no such run."""
+    return [row for row in read(name)["rows"] if not row["note"]] if (RUNS / f"{name}.json").exists() else []
+
+
+def fits(name: str, mesh: str) -> bool:
+    """Whether a row is of the mesh, where 8 bits may be of either kind; without a mesh, whether it is exact."""
+    return EIGHT_BITS.sub("8 bits", name) == mesh if mesh else not EIGHT_BITS.search(name)
+
+
 def guard() -> str:
     run = read("guard_2xh200")
     lines = ["| `rank_check` | ms a step | sharing latents and comparing | of them comparing |", "|---|---|---|---|"]
@@ -263,6 +331,15 @@ TABLES = {
     "side_by_side": side_by_side,
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
+    "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
+    "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
+    "aims": aims,
+    "step_flux_4xh200": lambda: steps("step_flux_4xh200"),
+    "step_flux_eager_4xh200": lambda: steps("step_flux_eager_4xh200"),
+    "step_flux_2048_4xh200": lambda: steps("step_flux_2048_4xh200"),
+    "step_flux_65k_4xh200": lambda: steps("step_flux_65k_4xh200"),
+    "step_flux_4xh200_p2p_off": lambda: steps("step_flux_4xh200_p2p_off"),
+    "step_flux_graphs_4xh200_p2p_off": lambda: steps("step_flux_graphs_4xh200_p2p_off"),
     "step_flux_2xh100": lambda: steps("step_flux_2xh100"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "step_flux_graphs": lambda: steps("step_flux_graphs_2xh100"),

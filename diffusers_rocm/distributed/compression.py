@@ -29,14 +29,16 @@ def compress(x: Tensor) -> Tensor:
     groups = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP).float()
     scale = groups.abs().amax(1) / 127
     values = (groups / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-    return torch.cat([values.view(torch.uint8), scale.view(torch.uint8).view(-1, 4)], 1).flatten()
+    # Words of four bytes, which are copied faster than single bytes.
+    words = torch.cat([values.view(torch.int32), scale.view(torch.int32)[:, None]], 1)
+    return words.view(torch.uint8).flatten()
 
 
 def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The `count` elements that were compressed to `records`, in `dtype`."""
-    records = records.view(-1, RECORD)
-    scale = records[:, GROUP:].flatten().view(torch.float32)
-    return (records[:, :GROUP].view(torch.int8) * scale[:, None]).flatten()[:count].to(dtype)
+    words = records.view(torch.int32).view(-1, RECORD // 4)
+    scale = words[:, -1:].view(torch.float32)
+    return (words[:, :-1].view(torch.int8) * scale).flatten()[:count].to(dtype)
 
 
 def compress_parts(x: Tensor, counts: Sequence[int]) -> Tensor:

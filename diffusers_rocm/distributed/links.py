@@ -32,8 +32,8 @@ def links_are_slow(axis: Axis) -> bool:
         return False
     slowest = all_gather_int64(torch.tensor([_rate(axis)]), axis).min().item()
     rate = f"{slowest / 1e9:.0f} GB/s from each" if slowest else "what the host can"
-    so = "long sequences go some heads at a time" if slowest < FAST else "messages go whole"
-    logger.info(f"an all-to-all of {axis.size} ranks ({axis.name}) moves {rate}: {so}")
+    so = "they go beside what is computed" if slowest < FAST else "they go by themselves"
+    logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rate}: {so}")
     return slowest < FAST
 
 

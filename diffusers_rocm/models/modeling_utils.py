@@ -19,6 +19,7 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.links import fewest_multiprocessors, links_are_slow
 from ..distributed.mesh import Axes
+from ..distributed.overlap import HIDE_MESSAGES
 from ..distributed.quantized import parts
 from ..hooks.cfg_parallel import GuidanceParallel
 from ..hooks.context_parallel import attention_modules, split_sequences
@@ -87,7 +88,7 @@ def enable(
     """Split the sequences of `model` over the ring and Ulysses axes, then shard its weights over the tp axis.
 
     Everything is checked before anything changes. Where the ranks' weights differ (random initialisation without a
-    common seed), the first rank's are taken, and a warning says so. The links of the Ulysses axis are timed.
+    common seed), the first rank's are taken, and a warning says so. The links between split sequences are timed.
 
     Gradients: those of the inputs are exact, and those of sharded parameters are of the shard. With split sequences
     those of all parameters are each rank's tokens' share, to be summed over `model.parallelism.axes.context`.
@@ -110,8 +111,10 @@ def enable(
                 check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
         register_late_backends()
         count = fewest_multiprocessors(axes.context)
-        ulysses = replace(axes.ulysses, slow_links=links_are_slow(axes.ulysses), multiprocessors=count)
-        axes = replace(axes, ring=replace(axes.ring, multiprocessors=count), ulysses=ulysses)
+        ring, ulysses = (
+            replace(axis, slow_links=links_are_slow(axis), multiprocessors=count) for axis in (axes.ring, axes.ulysses)
+        )
+        axes = replace(axes, ring=ring, ulysses=ulysses)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
         raise ValueError(f"cp_plan is for context parallelism; {config} takes none")
@@ -200,7 +203,7 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
             cp_plan: for context parallelism, where sequences are split: a ContextParallelPlan, or the format of
                 diffusers' `_cp_plan`; by default the plan of the class.
 
-        With Ulysses on GPUs the links are timed, by some all-to-alls of 64 MiB.
+        With split sequences on GPUs the links are timed, by some all-to-alls of 64 MiB.
 
         Raises:
             ValueError: the model or the config cannot be had; nothing is changed then.
@@ -373,7 +376,15 @@ def outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
 def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     @functools.wraps(original)
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
-        """Many classes with a plan do not name their blocks: what has several Linears in a list is one."""
+        """Many classes with a plan do not name their blocks: what has several Linears in a list is one.
+
+        Where links between split sequences are slow, messages go beside what does not need them, unless `options` or
+        a `mode` are given.
+        """
+        parallelism, backend = getattr(self, "parallelism", None), kwargs.get("backend", "inductor")
+        if parallelism is not None and backend == "inductor" and not kwargs.keys() & {"mode", "options"}:
+            if parallelism.axes.ring.slow_links or parallelism.axes.ulysses.slow_links:
+                kwargs["options"] = HIDE_MESSAGES
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)
         for block in (block for blocks in outermost_lists(self) for block in blocks):

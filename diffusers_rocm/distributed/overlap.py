@@ -1,0 +1,89 @@
+"""What compiled code does while a message is on its way: the compiler's own passes, and one of ours.
+
+In compiled code a message begins when its input is there. The compiler orders what it computes by memory, and so would
+wait for a message before it computes what does not need it: in a block of one stream, all of the MLP. The order of the
+messages themselves it keeps as the model has it, on all ranks.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+
+aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_RESHAPES = (aten.view.default, aten.reshape.default)
+
+
+class SplitProducts(CustomGraphPass):
+    """A pass over a graph: a product of things side by side, of which some have come by message, becomes two.
+
+    The product of the rest need not wait: `[attention, mlp] @ W` is `mlp @ W_mlp`, and `attention @ W_attention` added
+    to it in the second product.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        waits = _waits(graph)
+        for target in (aten.addmm.default, aten.mm.default):
+            for product in graph.find_nodes(op="call_function", target=target):
+                parts = _side_by_side(product.args[-2])
+                last = frozenset().union(*(waits[part] for part in parts))
+                if any(waits[part] < last for part in parts) and not product.kwargs:
+                    _in_two(graph, product, dict(sorted(parts.items(), key=lambda part: waits[part[0]] == last)))
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+def _waits(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """The messages that each node needs."""
+    found: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        own = {node} if node.target is _WAIT else set()
+        found[node] = frozenset(own.union(*(found[given] for given in node.all_input_nodes)))
+    return found
+
+
+def _side_by_side(rows: fx.Node) -> dict[fx.Node, tuple[int, int]]:
+    """What lies side by side in the rows of a product, and nowhere else, and its columns; empty if it is one thing."""
+    cat = rows.args[0] if rows.target in _RESHAPES else rows
+    if cat.target is not aten.cat.default or len(cat.users) > 1 or len(rows.users) > 1:
+        return {}
+    whole, stop, found = cat.meta["val"], 0, {}
+    dim = cat.args[1] if len(cat.args) > 1 else 0
+    for part in cat.args[0]:
+        value = part.meta["val"]
+        start, stop = stop, stop + value.shape[-1]
+        if value.ndim != whole.ndim or value.dtype != whole.dtype or not isinstance(stop, int) or part in found:
+            return {}
+        found[part] = start, stop
+    return found if dim % whole.ndim == whole.ndim - 1 else {}
+
+
+def _in_two(graph: fx.Graph, product: fx.Node, parts: dict[fx.Node, tuple[int, int]]) -> None:
+    """The products of the parts, in their order, each added to those before."""
+    *total, _, weight = product.args
+    with graph.inserting_before(product):
+        for part, (start, stop) in parts.items():
+            rows = _call(graph, aten.reshape.default, part, [-1, stop - start])
+            columns = _call(graph, aten.slice.Tensor, weight, 0, start, stop)
+            total = [_call(graph, aten.addmm.default if total else aten.mm.default, *total, rows, columns)]
+    product.replace_all_uses_with(total[0])
+    graph.erase_node(product)
+    graph.eliminate_dead_code()
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda given: given.meta["val"]))
+    return node
+
+
+# For `torch.compile(options=...)`.
+HIDE_MESSAGES = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+    "post_grad_custom_post_pass": SplitProducts(),
+}

@@ -1,0 +1,181 @@
+"""What compiled code does while a message is on its way."""
+
+import re
+import unittest
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from parameterized import parameterized
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from diffusers_rocm import ParallelConfig
+from diffusers_rocm.distributed import links
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.collectives import all_reduce
+from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
+from diffusers_rocm.models import attention_heads
+from diffusers_rocm.models.attention_heads import Busy
+
+from ..models.testing_utils.common import randn
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..testing_utils import relative_l2, run_ranks
+
+
+STEPS = re.compile(r"(?<!')torch\.ops\._c10d_functional\.(\w+)\.default|extern_kernels\.(\w*mm)\(")
+
+
+def steps(code: str) -> list[str]:
+    """The messages, the waits and the products of compiled code, in their order."""
+    called = code[code.index("def call(") :]
+    return [next(filter(None, match.groups())) for match in STEPS.finditer(called)]
+
+
+def under_first_message(code: str) -> int:
+    """Products between the first message and the wait for it."""
+    found = steps(code)
+    sent = next(index for index, step in enumerate(found) if "all_" in step)
+    return sum("mm" in step for step in found[sent : found.index("wait_tensor")])
+
+
+@torch.no_grad()
+def flux_worker(degrees: dict[str, int], options: dict | None) -> tuple[float, int]:
+    """The error of FLUX, compiled, and how many products a block of one stream has under its first message."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(1)
+    reference = config.get_output(model, inputs)
+    with mock.patch.object(attention_heads, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
+        model.enable_parallelism(config=ParallelConfig(**degrees))
+        model.compile_repeated_blocks(fullgraph=True, **({} if options is None else {"options": options}))
+        output, codes = run_and_get_code(config.get_output, model, inputs)
+    single = min(codes, key=len)
+    return relative_l2(output, reference), under_first_message(single)
+
+
+def side_by_side(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    return torch.nn.functional.linear(torch.cat([all_reduce(x, axis), y], -1), weight, bias)
+
+
+def without_bias(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    """And what has come is in the middle."""
+    return torch.cat([y[..., :3], all_reduce(x, axis), y[..., 3:]], -1) @ weight.T * bias
+
+
+def of_two_messages(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    first = all_reduce(x, axis)
+    return torch.nn.functional.linear(torch.cat([all_reduce(first.sin(), axis), first], -1), weight, bias) + y.sum()
+
+
+def of_two_kinds(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    both = torch.cat([all_reduce(x, axis), y.double()], -1)
+    return torch.nn.functional.linear(both, weight.double(), bias.double())
+
+
+def twice_the_same(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    both = [all_reduce(x, axis)[..., :4], y[..., :4]]
+    return torch.nn.functional.linear(torch.cat([*both, y[..., 4:], both[0]], -1), weight, bias)
+
+
+def one_below_the_other(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    both = torch.cat([all_reduce(x, axis), y], 0)
+    return torch.nn.functional.linear(torch.cat([both, both], -1), weight, bias)
+
+
+def of_one_message(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    found = all_reduce(x, axis)
+    return torch.nn.functional.linear(torch.cat([found, found.sin()], -1), weight, bias) + y.sum()
+
+
+def asked_for_twice(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    both = torch.cat([all_reduce(x, axis), y], -1)
+    return torch.nn.functional.linear(both, weight, bias) + both.sum()
+
+
+def split_worker(function: Callable[..., Tensor]) -> tuple[float, int]:
+    """The error of a compiled function, and its products."""
+    axis, shape = Axis.of_all(), (2, 5, 8)
+    x, y, weight, bias = randn(*shape, seed=axis.rank), randn(*shape, seed=3), randn(7, 16, seed=4), randn(7, seed=5)
+    wanted = function(x.clone(), y, weight, bias, axis)
+    compiled = torch.compile(function, fullgraph=True, options=HIDE_MESSAGES)
+    found, (code,) = run_and_get_code(compiled, x, y, weight, bias, axis)
+    return relative_l2(found, wanted), sum("mm" in step for step in steps(code))
+
+
+def in_two_chains(x: Tensor, y: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """A sum of a sum, and then a gather that needs neither: it could go before the second sum."""
+    first = funcol.all_reduce(x, "sum", axis.group)
+    return funcol.all_reduce(first @ first, "sum", axis.group), funcol.all_gather_tensor(y @ y, 0, axis.group)
+
+
+def order_worker() -> list[list[str]]:
+    """The order of messages, without the passes and with them."""
+    axis, x = Axis.of_all(), randn(16, 16, seed=0)
+    found = []
+    for options in ({}, HIDE_MESSAGES):
+        torch._dynamo.reset()
+        compiled = torch.compile(in_two_chains, fullgraph=True, options=options)
+        _, (code,) = run_and_get_code(compiled, x, x + 1, axis)
+        found.append([step for step in steps(code) if step.startswith("all_")])
+    return found
+
+
+def given_worker(slow: bool, kwargs: dict) -> list:
+    """The options that blocks are compiled with, by their names."""
+    model, given = FluxTransformerTesterConfig().get_model(), []
+    with mock.patch.object(links, "FAST", 1.0 if slow else 0.0):
+        model.enable_parallelism(config=ParallelConfig(ring=2))
+    with mock.patch.object(
+        torch.nn.Module, "compile", lambda self, **kwargs: given.append([*kwargs.get("options", {})])
+    ):
+        model.compile_repeated_blocks(**kwargs)
+    return given
+
+
+class TestOverlap(unittest.TestCase):
+    @parameterized.expand([({"ulysses": 2},), ({"ring": 2},)])
+    def test_mlp_is_under_the_message(self, degrees):
+        """Its product, and its part of the output's."""
+        for error, products in run_ranks(2, flux_worker, degrees, None):
+            assert error <= FLOAT32_BAR and products == 2, (error, products)
+        for error, products in run_ranks(2, flux_worker, degrees, {}):
+            assert error <= FLOAT32_BAR and products == 0, (error, products)
+
+    @parameterized.expand(
+        [
+            (side_by_side, 2),
+            (without_bias, 3),
+            (of_two_messages, 2),
+            (one_below_the_other, 1),
+            (of_one_message, 1),
+            (of_two_kinds, 1),
+            (twice_the_same, 1),
+            (asked_for_twice, 1),
+        ]
+    )
+    def test_split_products(self, function, products):
+        for error, found in run_ranks(2, split_worker, function):
+            assert error <= FLOAT32_BAR and found == products, (error, found)
+
+    def test_order_of_messages(self):
+        for plain, hidden in run_ranks(2, order_worker):
+            assert len(plain) == 3 and hidden == plain, (plain, hidden)
+
+    @parameterized.expand(
+        [
+            (True, {}, [*HIDE_MESSAGES]),
+            (False, {}, []),
+            (True, {"mode": "max-autotune"}, []),
+            (True, {"options": {"max_autotune": True}}, ["max_autotune"]),
+            (True, {"backend": "eager"}, []),
+        ]
+    )
+    def test_when(self, slow, kwargs, options):
+        for given in run_ranks(2, given_worker, slow, kwargs):
+            assert given == [options] * 4, given
+
+
+if __name__ == "__main__":
+    unittest.main()

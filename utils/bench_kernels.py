@@ -1,0 +1,161 @@
+"""Where the time of a step goes, by kinds of kernels: those that compute, and messages, waiting and nothing at all.
+
+    torchrun --nproc_per_node=4 utils/bench_kernels.py --mesh ulysses=4 tp=4 --mode compile+graph --json FILE
+    python utils/bench_kernels.py --alone --mesh ulysses=4 tp=4 --mode compile+graph --json FILE
+
+`--alone` is one rank of each mesh on one GPU: its model is sharded and split as ever, and its messages go nowhere, in
+no time, since torch's fake process group does nothing. So a row has no communication and no waiting for other ranks:
+what a step of the real mesh takes longer is theirs, and a quarter of one rank's time is what this computing would be
+if all of it were split over four. What comes out means nothing there.
+
+A kernel of NCCL ends when all ranks have come to it. So a message is what it takes the rank that comes last to it, and
+the rest is waiting; hidden, what of both has another kernel beside it. Kernels are told apart by their names. The rows
+are the first rank's. Random bf16 weights.
+"""
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_transformer import versions
+
+import diffusers_rocm
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
+from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, parse_mesh, ranks_of
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.collectives import all_gather_int64
+from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
+from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
+from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
+
+
+# Parts of the names that kernels of NVIDIA's libraries have; the compiler's are named by all that they do.
+KINDS = {
+    "messages": ("nccl",),
+    "other": ("triton_",),
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "matmul": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
+}
+
+# Whether a message is waited for before what does not need it is computed, or after.
+WAYS_TO_WAIT = {"at-once": {}, "late": HIDE_MESSAGES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--alone", action="store_true", help="one rank of each mesh by itself")
+    parser.add_argument("--model", choices=KNOWN_MODELS, default="flux")
+    parser.add_argument("--mesh", nargs="+", default=["ulysses=4", "ring=4", "tp=4"])
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=["compile+graph"])
+    parser.add_argument("--resolution", type=int)
+    parser.add_argument("--frames", type=int)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--config", type=json.loads, default={}, help="what differs from the model's, as JSON")
+    parser.add_argument("--wait", choices=WAYS_TO_WAIT, help="in compiled code; default: as the links are")
+    parser.add_argument("--fuse", action="store_true", help="queries, keys and values in one product")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    if args.alone:
+        device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
+    else:
+        device = diffusers_rocm.init(args.device)
+    rows, first = [], args.alone or dist.get_rank() == 0
+
+    def ranks(count: int) -> contextlib.AbstractContextManager:
+        return ranks_that_are_not_there(count) if args.alone else contextlib.nullcontext()
+
+    with ranks(1):
+        found = versions()
+    for mode, mesh in itertools.product(args.mode, (ONE, *args.mesh)):
+        with ranks(1 if mesh == ONE else ranks_of(mesh)):
+            rows.append({"mesh": mesh, "mode": mode, **measure(args, mesh, mode.split("+"), device)})
+        if first:
+            figures = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
+            print(mesh, mode, *(f"{name} {value:.1f}" for name, value in figures.items()), sep="  ", flush=True)
+        gc.collect()
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if first and args.json:
+        command = " ".join(["utils/bench_kernels.py", *sys.argv[1:]]).replace(f" --json {args.json}", "")
+        args.json.write_text(json.dumps({"command": command, "versions": found, "rows": rows}, indent=1) + "\n")
+    if not args.alone:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace, mesh: str, flags: list[str], device: torch.device) -> dict[str, float]:
+    """Median milliseconds of a step, and those of its kernels by kind."""
+    known = KNOWN_MODELS[args.model]
+    model = build(known, args.config, device, torch.bfloat16)
+    given = inputs(known, known.sized(args.resolution, args.frames, None), model, torch.bfloat16)
+    if mesh != ONE:
+        model.enable_parallelism(config=diffusers_rocm.ParallelConfig(**parse_mesh(mesh)))
+    if args.fuse:
+        model.fuse_qkv_projections()
+    if "compile" in flags:
+        options = {} if args.wait is None else {"options": WAYS_TO_WAIT[args.wait]}
+        model.compile_repeated_blocks(fullgraph=True, **options)
+    graph = StepGraph(model) if "graph" in flags else None
+    for _ in range(2 + WARM_UP):
+        model(**given)
+    clock = Clock(device)
+    clock.sync()
+    found = {"ms": statistics.median(clock.milliseconds(lambda: model(**given)) for _ in range(args.repeats))}
+    if device.type == "cuda":
+        if not args.alone:
+            dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            model(**given)
+            clock.sync()
+        found |= by_kind(profile, Axis.of_all())
+        totals = {each.key[:90]: each.device_time_total / 1000 for each in profile.key_averages()}
+        found["kernels"] = dict(sorted(totals.items(), key=lambda pair: -pair[1])[:30])
+    if graph is not None:
+        graph.remove()
+    return found
+
+
+def by_kind(profile: torch.profiler.profile, world: Axis) -> dict[str, float]:
+    """Milliseconds of this rank's kernels by their kind, of its waiting, and of what is hidden of messages."""
+    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.lower()
+            kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    found = {kind: sum(stop - start for start, stop in of) / 1000 for kind, of in spans.items()}
+    messages = sorted(spans.pop("messages"))
+    counts = all_gather_int64(torch.tensor([len(messages)]), world)
+    assert counts.min() == counts.max(), counts
+    if messages and world.size > 1:
+        taken = torch.tensor([round(1000 * (stop - start)) for start, stop in messages])  # ns
+        found["waiting"] = found["messages"]
+        found["messages"] = all_gather_int64(taken, world).amin(dim=0).sum().item() / 1e6
+        found["waiting"] -= found["messages"]
+    computing = covered(itertools.chain.from_iterable(spans.values()))
+    found["hidden"] = (covered(messages) + computing - covered([*messages, *itertools.chain(*spans.values())])) / 1000
+    return found
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of all of them together, what is in several counted once."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+if __name__ == "__main__":
+    main()
