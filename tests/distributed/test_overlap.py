@@ -2,12 +2,10 @@
 
 import re
 import unittest
-from collections.abc import Callable
 from unittest import mock
 
 import torch
 import torch.distributed._functional_collectives as funcol
-from parameterized import parameterized
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -42,17 +40,17 @@ def under_first_message(code: str) -> int:
 
 
 @torch.no_grad()
-def flux_worker(degrees: dict[str, int], options: dict | None) -> tuple[float, int]:
-    """The error of FLUX, compiled, and how many products a block of one stream has under its first message."""
+def flux_worker() -> tuple[float, int]:
+    """The error of FLUX, its blocks of one stream compiled, and the products that one has under its first message."""
     config = FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
     with mock.patch.object(attention_heads, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
-        model.enable_parallelism(config=ParallelConfig(**degrees))
-        model.compile_repeated_blocks(fullgraph=True, **({} if options is None else {"options": options}))
+        model.enable_parallelism(config=ParallelConfig(ulysses=2))
+        model._repeated_blocks = ["FluxSingleTransformerBlock"]
+        model.compile_repeated_blocks(fullgraph=True)
         output, codes = run_and_get_code(config.get_output, model, inputs)
-    single = min(codes, key=len)
-    return relative_l2(output, reference), under_first_message(single)
+    return relative_l2(output, reference), under_first_message(codes[0])
 
 
 def side_by_side(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
@@ -94,14 +92,29 @@ def asked_for_twice(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Ax
     return torch.nn.functional.linear(both, weight, bias) + both.sum()
 
 
-def split_worker(function: Callable[..., Tensor]) -> tuple[float, int]:
-    """The error of a compiled function, and its products."""
-    axis, shape = Axis.of_all(), (2, 5, 8)
+# With the products that each becomes.
+FUNCTIONS = {
+    side_by_side: 2,
+    without_bias: 3,
+    of_two_messages: 2,
+    one_below_the_other: 1,
+    of_one_message: 1,
+    of_two_kinds: 1,
+    twice_the_same: 1,
+    asked_for_twice: 1,
+}
+
+
+def split_worker() -> list[tuple[str, float, int]]:
+    """Each function's name, its error when it is compiled, and its products."""
+    axis, shape, results = Axis.of_all(), (2, 5, 8), []
     x, y, weight, bias = randn(*shape, seed=axis.rank), randn(*shape, seed=3), randn(7, 16, seed=4), randn(7, seed=5)
-    wanted = function(x.clone(), y, weight, bias, axis)
-    compiled = torch.compile(function, fullgraph=True, options=HIDE_MESSAGES)
-    found, (code,) = run_and_get_code(compiled, x, y, weight, bias, axis)
-    return relative_l2(found, wanted), sum("mm" in step for step in steps(code))
+    for function in FUNCTIONS:
+        wanted = function(x.clone(), y, weight, bias, axis)
+        compiled = torch.compile(function, fullgraph=True, options=HIDE_MESSAGES)
+        found, (code,) = run_and_get_code(compiled, x, y, weight, bias, axis)
+        results.append((function.__name__, relative_l2(found, wanted), sum("mm" in step for step in steps(code))))
+    return results
 
 
 def in_two_chains(x: Tensor, y: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -122,59 +135,51 @@ def order_worker() -> list[list[str]]:
     return found
 
 
-def given_worker(slow: bool, kwargs: dict) -> list:
-    """The options that blocks are compiled with, by their names."""
-    model, given = FluxTransformerTesterConfig().get_model(), []
-    with mock.patch.object(links, "FAST", 1.0 if slow else 0.0):
-        model.enable_parallelism(config=ParallelConfig(ring=2))
-    with mock.patch.object(
-        torch.nn.Module, "compile", lambda self, **kwargs: given.append([*kwargs.get("options", {})])
-    ):
-        model.compile_repeated_blocks(**kwargs)
-    return given
+# Whether links are slow, what is asked for, and the options that blocks are compiled with, by their names.
+USES = (
+    (True, {}, [*HIDE_MESSAGES]),
+    (False, {}, []),
+    (True, {"mode": "max-autotune"}, []),
+    (True, {"options": {"max_autotune": True}}, ["max_autotune"]),
+    (True, {"backend": "eager"}, []),
+)
+
+
+def given_worker() -> list[list[list[str]]]:
+    """The options of every block, for each use."""
+    found = []
+    for slow, kwargs, _ in USES:
+        model, given = FluxTransformerTesterConfig().get_model(), []
+        with mock.patch.object(links, "FAST", 1.0 if slow else 0.0):
+            model.enable_parallelism(config=ParallelConfig(ring=2))
+
+        def compiled(self, options=(), given=given, **kwargs):
+            given.append([*options])
+
+        with mock.patch.object(torch.nn.Module, "compile", compiled):
+            model.compile_repeated_blocks(**kwargs)
+        found.append(given)
+    return found
 
 
 class TestOverlap(unittest.TestCase):
-    @parameterized.expand([({"ulysses": 2},), ({"ring": 2},)])
-    def test_mlp_is_under_the_message(self, degrees):
+    def test_mlp_is_under_the_message(self):
         """Its product, and its part of the output's."""
-        for error, products in run_ranks(2, flux_worker, degrees, None):
+        for error, products in run_ranks(2, flux_worker):
             assert error <= FLOAT32_BAR and products == 2, (error, products)
-        for error, products in run_ranks(2, flux_worker, degrees, {}):
-            assert error <= FLOAT32_BAR and products == 0, (error, products)
 
-    @parameterized.expand(
-        [
-            (side_by_side, 2),
-            (without_bias, 3),
-            (of_two_messages, 2),
-            (one_below_the_other, 1),
-            (of_one_message, 1),
-            (of_two_kinds, 1),
-            (twice_the_same, 1),
-            (asked_for_twice, 1),
-        ]
-    )
-    def test_split_products(self, function, products):
-        for error, found in run_ranks(2, split_worker, function):
-            assert error <= FLOAT32_BAR and found == products, (error, found)
+    def test_split_products(self):
+        for results in run_ranks(2, split_worker):
+            assert all(error <= FLOAT32_BAR for _, error, _ in results), results
+            assert [products for *_, products in results] == [*FUNCTIONS.values()], results
 
     def test_order_of_messages(self):
         for plain, hidden in run_ranks(2, order_worker):
             assert len(plain) == 3 and hidden == plain, (plain, hidden)
 
-    @parameterized.expand(
-        [
-            (True, {}, [*HIDE_MESSAGES]),
-            (False, {}, []),
-            (True, {"mode": "max-autotune"}, []),
-            (True, {"options": {"max_autotune": True}}, ["max_autotune"]),
-            (True, {"backend": "eager"}, []),
-        ]
-    )
-    def test_when(self, slow, kwargs, options):
-        for given in run_ranks(2, given_worker, slow, kwargs):
-            assert given == [options] * 4, given
+    def test_when(self):
+        for found in run_ranks(2, given_worker):
+            assert found == [[options] * 4 for *_, options in USES]
 
 
 if __name__ == "__main__":
