@@ -29,7 +29,7 @@ def compress(x: Tensor) -> Tensor:
     groups = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP).float()
     scale = groups.abs().amax(1) / 127
     values = (groups / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-    # Words of four bytes, which are copied faster than single bytes.
+    # Put together by words of four bytes, not by single ones.
     words = torch.cat([values.view(torch.int32), scale.view(torch.int32)[:, None]], 1)
     return words.view(torch.uint8).flatten()
 

@@ -31,7 +31,7 @@ class SplitProducts(CustomGraphPass):
                 parts = _side_by_side(product.args[-2])
                 last = frozenset().union(*(waits[part] for part in parts))
                 if any(waits[part] < last for part in parts) and not product.kwargs:
-                    _in_two(graph, product, dict(sorted(parts.items(), key=lambda part: waits[part[0]] == last)))
+                    _part_by_part(graph, product, dict(sorted(parts.items(), key=lambda part: waits[part[0]] == last)))
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -62,7 +62,7 @@ def _side_by_side(rows: fx.Node) -> dict[fx.Node, tuple[int, int]]:
     return found if dim % whole.ndim == whole.ndim - 1 else {}
 
 
-def _in_two(graph: fx.Graph, product: fx.Node, parts: dict[fx.Node, tuple[int, int]]) -> None:
+def _part_by_part(graph: fx.Graph, product: fx.Node, parts: dict[fx.Node, tuple[int, int]]) -> None:
     """The products of the parts, in their order, each added to those before."""
     *total, _, weight = product.args
     with graph.inserting_before(product):
