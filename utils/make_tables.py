@@ -24,8 +24,9 @@ def source(command: str, versions: dict[str, str], files: str) -> str:
     """What was run on GPUs, on which and with which versions, and where its figures are."""
     ranks = versions["device"].split()[0]
     command = command.replace("utils/bench_flux.py", "utils/bench_transformer.py")  # its name in the first runs
+    without = "NCCL_P2P_DISABLE=1 " if versions.get("NCCL_P2P_DISABLE") == "1" else ""
     return (
-        f"`torchrun --nproc_per_node={ranks} {command}`; {versions['device']}, torch {versions['torch']}, "
+        f"`{without}torchrun --nproc_per_node={ranks} {command}`; {versions['device']}, torch {versions['torch']}, "
         f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."
     )
 
@@ -241,6 +242,8 @@ def kernels(*names: str) -> str:
         run = read(name)
         how = run["command"].partition(" --wait ")[2].split()[:1]
         for row in run["rows"]:
+            if how and row["mesh"] == "one rank":
+                continue
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
             cells = [row["ms"], *computed, row["ms"] - sum(computed), row["messages"]]
             lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
@@ -258,6 +261,11 @@ AIMS = (
     ("1024x1024, P2P off, exact", "step_flux_4xh200_p2p_off", "", 1.8),
     ("1024x1024, P2P off, Ulysses in 8 bits", "step_flux_4xh200_p2p_off", "ulysses=4,8 bits", 2.2),
     ("1024x1024, P2P off, `tp=4` in 8 bits", "step_flux_4xh200_p2p_off", "tp=4,8 bits", 1.4),
+)
+# The ring's time over that of diffusers' ring, of the same run.
+RING_AIMS = (
+    ("66,048 tokens, NVLink", "step_flux_65k_4xh200", 0.95),
+    ("66,048 tokens, P2P off", "step_flux_65k_4xh200_p2p_off", 0.7),
 )
 EIGHT_BITS = re.compile("int8|float8")
 
@@ -283,6 +291,18 @@ def aims() -> str:
             for row in best
         ]
         lines.append(f"| {shown} | {aim}x | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| a ring's time over that of diffusers' ring | aim | ours | memory of both, GiB |",
+        "|---|---|---|---|",
+    ]
+    for shown, file, aim in RING_AIMS:
+        rows = {row["name"]: row for row in had(file)}
+        theirs = rows["diffusers ring=4"]
+        ours = min((rows[name] for name in rows if re.match("ring=4", name)), key=lambda row: row["ms"])
+        ratio = f"{ours['ms'] / theirs['ms']:.3f} (`{ours['name']}`)"
+        memory = " and ".join(f"{max(row['peak']) / 2**30:.2f}" for row in (ours, theirs))
+        lines.append(f"| {shown} | {aim} | {ratio} | {memory} |")
     return "\n".join(lines)
 
 
@@ -297,19 +317,19 @@ def fits(name: str, mesh: str) -> bool:
 
 
 def guard() -> str:
-    run = read("guard_2xh200")
-    lines = ["| `rank_check` | ms a step | sharing latents and comparing | of them comparing |", "|---|---|---|---|"]
-    sharing = next(row["guard_ms"] for row in run["rows"] if row["rank_check"] == "off")
-    for row in run["rows"]:
-        comparing = row["guard_ms"] - sharing
-        cells = f"{row['ms']:.1f} | {row['guard_ms']:.2f} | {comparing:.2f} ({comparing / row['ms']:.2%})"
-        lines.append(f'| `"{row["rank_check"]}"` | {cells} |')
-    ran = source(
-        f"utils/bench_guard.py --tp 2 --compile --repeats {run['arguments']['repeats']}",
-        run["versions"],
-        "guard_2xh200",
-    )
-    return "\n".join([*lines, "", ran])
+    lines = ["| GPUs | `rank_check` | ms a step | sharing latents and comparing | of them comparing |"]
+    lines, ran = [*lines, "|---|" + "---|" * 4], []
+    for name in ("guard_2xh200", "guard_4xh200"):
+        run = read(name)
+        arguments = run["arguments"]
+        sharing = next(row["guard_ms"] for row in run["rows"] if row["rank_check"] == "off")
+        for row in run["rows"]:
+            comparing = row["guard_ms"] - sharing
+            cells = f"{row['ms']:.1f} | {row['guard_ms']:.2f} | {comparing:.2f} ({comparing / row['ms']:.2%})"
+            lines.append(f'| {arguments["tp"]} | `"{row["rank_check"]}"` | {cells} |')
+        command = f"utils/bench_guard.py --tp {arguments['tp']} --compile --repeats {arguments['repeats']}"
+        ran.append(source(command, run["versions"], name))
+    return "\n".join([*lines, "", *ran])
 
 
 SHORT = ("single", "diffusers-tp", "tp", "single+c", "diffusers-tp+c", "tp+c")
@@ -333,11 +353,14 @@ TABLES = {
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
     "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
     "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
+    "kernels_wait_p2p_off": lambda: kernels("kernels_wait_at_once_4xh200_p2p_off", "kernels_wait_late_4xh200_p2p_off"),
     "aims": aims,
     "step_flux_4xh200": lambda: steps("step_flux_4xh200"),
     "step_flux_eager_4xh200": lambda: steps("step_flux_eager_4xh200"),
     "step_flux_2048_4xh200": lambda: steps("step_flux_2048_4xh200"),
     "step_flux_65k_4xh200": lambda: steps("step_flux_65k_4xh200"),
+    "step_flux_65k_4xh200_p2p_off": lambda: steps("step_flux_65k_4xh200_p2p_off"),
+    "step_hunyuan_video_4xh200": lambda: steps("step_hunyuan_video_4xh200"),
     "step_flux_4xh200_p2p_off": lambda: steps("step_flux_4xh200_p2p_off"),
     "step_flux_graphs_4xh200_p2p_off": lambda: steps("step_flux_graphs_4xh200_p2p_off"),
     "step_flux_2xh100": lambda: steps("step_flux_2xh100"),

@@ -1,8 +1,8 @@
 """What compiled code does while a message is on its way: the compiler's own passes, and one of ours.
 
-In compiled code a message begins when its input is there. The compiler orders what it computes by memory, and so would
-wait for a message before it computes what does not need it: in a block of one stream, all of the MLP. The order of the
-messages themselves it keeps as the model has it, on all ranks.
+The compiler orders what it computes by memory, and so may begin a message late, and may wait for it before it computes
+what does not need it: in a block of one stream, all of the MLP. The order of the messages themselves it keeps as the
+model has it, on all ranks.
 """
 
 from typing import Any
@@ -84,6 +84,6 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
 # For `torch.compile(options=...)`.
 HIDE_MESSAGES = {
     "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
     "post_grad_custom_post_pass": SplitProducts(),
 }

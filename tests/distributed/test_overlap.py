@@ -117,6 +117,21 @@ def split_worker() -> list[tuple[str, float, int]]:
     return results
 
 
+def after_a_product(x: Tensor, y: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    """Of which the message needs nothing."""
+    before = y @ weight
+    return all_reduce(x, axis).sin() * before
+
+
+def early_worker() -> int:
+    """In the model's order, where the compiler has no reason for another."""
+    axis, x = Axis.of_all(), randn(16, 16, seed=0)
+    options = HIDE_MESSAGES | {"reorder_for_peak_memory": False, "reorder_for_locality": False}
+    compiled = torch.compile(after_a_product, fullgraph=True, options=options)
+    _, (code,) = run_and_get_code(compiled, x, x + 1, x + 2, axis)
+    return under_first_message(code)
+
+
 def in_two_chains(x: Tensor, y: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """A sum of a sum, and then a gather that needs neither: it could go before the second sum."""
     first = funcol.all_reduce(x, "sum", axis.group)
@@ -172,6 +187,9 @@ class TestOverlap(unittest.TestCase):
         for results in run_ranks(2, split_worker):
             assert all(error <= FLOAT32_BAR for _, error, _ in results), results
             assert [products for *_, products in results] == [*FUNCTIONS.values()], results
+
+    def test_message_is_early(self):
+        assert run_ranks(2, early_worker) == [1, 1]
 
     def test_order_of_messages(self):
         for plain, hidden in run_ranks(2, order_worker):
