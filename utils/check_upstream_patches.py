@@ -5,9 +5,9 @@ in it, and its tests fail without the rest of it. All apply in their order, and 
 package is tried there too: where diffusers does what we do, neither may be in the other's way.
 
 Of patches that are named, the tests are run on the tree that has each alone; PR.md has to say how many pass. Without
-names, the table of the README is compared with what each meta.json says.
+names, the table of the README is compared with what each meta.json says. With `--in-order` none is tried alone.
 
-python utils/check_upstream_patches.py [FOLDER ...]    needs the network, and minutes
+python utils/check_upstream_patches.py [--in-order] [FOLDER ...]    needs the network, and minutes
 """
 
 import argparse
@@ -204,7 +204,8 @@ def check_own_tests(tree: Path, models: list[str]) -> str:
     """This package's tests on a patched diffusers."""
     tests = [f"tests/models/transformers/test_models_{model}.py" for model in models]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *OWN_TESTS, *tests]
+    spread = ("-n", "2", "--dist", "loadfile")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *spread, *OWN_TESTS, *tests]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     if result.returncode:
         raise Failed(f"tests of this package fail on it:\n{result.stdout[-3000:]}")
@@ -214,7 +215,10 @@ def check_own_tests(tree: Path, models: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help="default: all")
+    parser.add_argument("--in-order", action="store_true", help="all of them, one after the other, and none alone")
     args = parser.parse_args()
+    if args.folders and args.in_order:
+        parser.error("--in-order is for all of them; leave out either it or the folders")
     every = read_patches()
     if unknown := set(args.folders) - set(every):
         parser.error(f"no such folder with a meta.json: {', '.join(sorted(unknown))}; there are {', '.join(every)}")
@@ -226,7 +230,7 @@ def main() -> int:
         for base in [] if named else sorted(sdists):
             those = [patch for patch in chosen if patch.base == base]
             checks.append((f"all for {base}", functools.partial(check_in_order, sdists[base], those)))
-        for patch in chosen:
+        for patch in [] if args.in_order else chosen:
             checks.append((patch.name, functools.partial(check_alone, sdists[patch.base], patch, every, named)))
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # most of it is one process that imports
             found = [(name, pool.submit(check)) for name, check in checks]
