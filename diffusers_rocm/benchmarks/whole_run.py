@@ -88,7 +88,8 @@ def measure_runs(
         run.forward, run.distance = broadcast_from_first(distances, world).tolist()
         lossy = "communication" in degrees or request.quantization is not None
         bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
-        run.wrong = not (run.forward <= bar and run.distance <= BARS[dtype])
+        picture_bar = BARS["bfloat16" if lossy else dtype]
+        run.wrong = not (run.forward <= bar and run.distance <= picture_bar)
         runs.append(run)
         told(run)
     return runs

@@ -21,7 +21,7 @@ from ..doctor.privacy import without_names
 
 PACKAGES = (
     "diffusers", "transformers", "accelerate", "safetensors", "peft", "torchao", "triton",
-    "pytorch-triton-rocm", "flash-attn", "aiter", "gguf",
+    "pytorch-triton-rocm", "flash-attn", "aiter", "gguf", "cache-dit",
 )  # fmt: skip
 # Environment variables that change how things run.
 VARIABLES = re.compile(

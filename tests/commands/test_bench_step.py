@@ -29,7 +29,7 @@ from diffusers_rocm.benchmarks import step
 from diffusers_rocm.benchmarks.comm import Collective, measure_comm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
-from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
+from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, bar_of, measure_step, parse_mesh
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 
@@ -290,6 +290,20 @@ class TestBenchStep(unittest.TestCase):
                 assert rows[0][4] == rows[3][4] == "" and 0 < rows[3][3], rows
                 assert not in_float32 or rows[3][3] < 1.25 * rows[0][3], rows
 
+    def test_bar_of_many_blocks(self):
+        """All rows that were kept are within it, and a ring of 57 blocks that weighs its parts wrongly is not."""
+        assert bar_of(57, torch.bfloat16, lossy=False) < 7e-2
+        blocks, seen = {"sd3.5-large": 38, "qwen-image": 60, "ltx": 28}, 0
+        for file in (Path(__file__).parents[2] / "docs" / "benchmarks").glob("step_*.json"):
+            run = json.loads(file.read_text())
+            config = run["request"].get("config") or {"num_layers": 19, "num_single_layers": 38}
+            count = blocks.get(run["request"].get("model", "flux"), sum(config.values()))
+            for row in (row for row in run["rows"] if not row["note"]):
+                lossy = "int8" in row["name"] or "float8" in row["name"]
+                assert row["distance"] <= 0.8 * bar_of(count, torch.bfloat16, lossy), (file.name, row)
+                seen += 1
+        assert seen > 200, seen
+
     def test_rounds_begin_with_another_row_and_rows_with_a_warm_up(self):
         rows = [ONE, "tp=2", "ring=2", "ulysses=2"]
         for order, before in run_ranks(2, order_worker):
@@ -415,6 +429,7 @@ class TestBenchStep(unittest.TestCase):
     @parameterized.expand(
         [
             ("way alone", ["--mesh", "int8"], "--mesh int8 names no axis"),
+            ("no ring", ["--mesh", "ulysses=2,allgather"], "allgather is a way round a ring, and there is none"),
             ("frames", ["--model", "ltx", "--mesh", "tp=2", "--frames", "6"], "6 frames: a LTXV.* makes 1 or 9"),
             ("axis", ["--mesh", "xp=2"], "'xp=2' is none of cfg=N, ring=N"),
             ("degree", ["--mesh", "tp=0"], "'tp=0' is none of"),

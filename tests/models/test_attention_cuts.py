@@ -70,6 +70,15 @@ class TestBusy(unittest.TestCase):
             hops = [attention_heads.hides_a_hop(38 * 2215, 2215, size, *where) for size in (64, 128)]
         assert hops == [False, True]
 
+    def test_the_smallest_gpu_of_the_axis_decides(self):
+        """And not the one of this process, which may be another card."""
+        cuda, found = torch.device("cuda"), []
+        for count in (60, 132):
+            axis = replace(Axis.single("ring"), multiprocessors=count)
+            groups = attention_heads.groups_of_heads(24, 8448, cuda, axis)
+            found.append((groups, attention_heads.hides_a_hop(1 << 13, 100 << 7, 1 << 7, cuda, axis)))
+        assert found == [(6, True), (3, False)]
+
 
 if __name__ == "__main__":
     unittest.main()
