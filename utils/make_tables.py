@@ -25,8 +25,9 @@ def source(command: str, versions: dict[str, str], files: str) -> str:
     ranks = versions["device"].split()[0]
     command = command.replace("utils/bench_flux.py", "utils/bench_transformer.py")  # its name in the first runs
     without = "NCCL_P2P_DISABLE=1 " if versions.get("NCCL_P2P_DISABLE") == "1" else ""
+    also = ", and with `NCCL_P2P_DISABLE=1`" if files.endswith("*") else ""
     return (
-        f"`{without}torchrun --nproc_per_node={ranks} {command}`; {versions['device']}, torch {versions['torch']}, "
+        f"`{without}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, torch {versions['torch']}, "
         f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."
     )
 
