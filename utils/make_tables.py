@@ -27,8 +27,8 @@ def source(command: str, versions: dict[str, str], files: str) -> str:
     without = "NCCL_P2P_DISABLE=1 " if versions.get("NCCL_P2P_DISABLE") == "1" else ""
     also = ", and with `NCCL_P2P_DISABLE=1`" if files.endswith("*") else ""
     return (
-        f"`{without}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, torch {versions['torch']}, "
-        f"diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."
+        f"`{without}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, "
+        f"torch {versions['torch']}, diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."
     )
 
 
