@@ -28,7 +28,8 @@ def source(command: str, versions: dict[str, str], files: str) -> str:
     also = ", and with `NCCL_P2P_DISABLE=1`" if files.endswith("*") else ""
     return (
         f"`{without}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, "
-        f"torch {versions['torch']}, diffusers {versions['diffusers']}, NCCL {versions['nccl']} (`docs/benchmarks/{files}.json`)."
+        f"torch {versions['torch']}, diffusers {versions['diffusers']}, NCCL {versions['nccl']} "
+        f"(`docs/benchmarks/{files}.json`)."
     )
 
 
