@@ -21,7 +21,6 @@ from .compression import (
     decompress,
     decompress_parts,
 )
-from .peer_memory import MOST, exchange_by_copies
 
 
 # torch 2.13 renamed it
@@ -228,19 +227,12 @@ def gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.
     return _all_gather_compressed(x, sizes, axis)
 
 
-def exchange(
-    x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], largest: int, axis: Axis
-) -> torch.Tensor:
-    """All-to-all: `x` [sum(send)] holds `send[i]` elements for each rank i; returns [sum(receive)], in rank order.
-
-    `largest` are the elements of the largest part that any rank sends to another.
-    """
+def exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """All-to-all: `x` [sum(send)] holds `send[i]` elements for each rank i; returns [sum(receive)], in rank order."""
     if _needs_grad(x):
         return _Exchange.apply(x, send, receive, axis)
     if axis.communication != EXACT:
         return _exchange_compressed(x, send, receive, axis)
-    if axis.peer_memory and torch.compiler.is_compiling() and axis.size * largest * x.itemsize <= MOST:
-        return exchange_by_copies(x, send, receive, largest, axis.group)
     return exchange_in_group(x, send, receive, axis.group)
 
 

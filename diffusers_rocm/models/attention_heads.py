@@ -149,8 +149,7 @@ def scatter_heads(
     own = shares[axis.rank]
     send = tuple(length * batch * _count(share) * size for share in shares)
     receive = tuple(each * batch * _count(own) * size for each in lengths)
-    largest = max(lengths) * batch * max(map(_count, shares)) * size
-    received = exchange(_to_each(q, k, v, shares), send, receive, largest, axis)
+    received = exchange(_to_each(q, k, v, shares), send, receive, axis)
     return _from_each(received, batch, size, own, heads // k.shape[2])
 
 
@@ -161,8 +160,7 @@ def gather_heads(out: Tensor, heads: int, lengths: tuple[int, ...], axis: Axis) 
     send = tuple(each * batch * count * size for each in lengths)
     counts = [queries.stop - queries.start for queries, _ in _shares(heads, heads, axis.size)]
     receive = tuple(length * batch * each * size for each in counts)
-    largest = max(lengths) * batch * max(counts) * size
-    received = exchange(out.transpose(0, 1).reshape(-1), send, receive, largest, axis)
+    received = exchange(out.transpose(0, 1).reshape(-1), send, receive, axis)
     parts = [part.view(length, batch, -1, size) for part in received.split(receive)]
     return torch.cat(parts, dim=2).transpose(0, 1)
 
