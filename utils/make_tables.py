@@ -20,14 +20,18 @@ def read(name: str) -> dict:
     return json.loads((RUNS / f"{name}.json").read_text())
 
 
+def without_p2p(environment: dict[str, str]) -> str:
+    """What comes before the command of a run that had none."""
+    return "NCCL_P2P_DISABLE=1 " if environment.get("NCCL_P2P_DISABLE") == "1" else ""
+
+
 def source(command: str, versions: dict[str, str], files: str) -> str:
     """What was run on GPUs, on which and with which versions, and where its figures are."""
     ranks = versions["device"].split()[0]
     command = command.replace("utils/bench_flux.py", "utils/bench_transformer.py")  # its name in the first runs
-    without = "NCCL_P2P_DISABLE=1 " if versions.get("NCCL_P2P_DISABLE") == "1" else ""
     also = ", and with `NCCL_P2P_DISABLE=1`" if files.endswith("*") else ""
     return (
-        f"`{without}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, "
+        f"`{without_p2p(versions)}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, "
         f"torch {versions['torch']}, diffusers {versions['diffusers']}, NCCL {versions['nccl']} "
         f"(`docs/benchmarks/{files}.json`)."
     )
@@ -214,8 +218,8 @@ def steps(name: str, modes: tuple[str, ...] = ()) -> str:
         f"torch {found['packages']['torch']}, diffusers {found['packages']['diffusers']}, {found['collectives'][-1]}"
     )
     gpus = f"{len(found['gpus'])} x {found['gpus'][0]['name']}"
-    without = "NCCL_P2P_DISABLE=1 " if found["environment"].get("NCCL_P2P_DISABLE") == "1" else ""
-    return "\n".join([*lines, "", f"`{without}{run['command']}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
+    command = without_p2p(found["environment"]) + run["command"]
+    return "\n".join([*lines, "", f"`{command}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
 
 
 def alone(name: str) -> str:
@@ -244,8 +248,6 @@ def kernels(*names: str) -> str:
         run = read(name)
         how = run["command"].partition(" --wait ")[2].split()[:1]
         for row in run["rows"]:
-            if how and row["mesh"] == "one rank":
-                continue
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
             cells = [row["ms"], *computed, row["ms"] - sum(computed), row["messages"]]
             lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
@@ -301,7 +303,7 @@ def aims() -> str:
     for shown, file, aim in RING_AIMS:
         rows = {row["name"]: row for row in had(file)}
         theirs = rows["diffusers ring=4"]
-        ours = min((rows[name] for name in rows if re.match("ring=4", name)), key=lambda row: row["ms"])
+        ours = min((rows[name] for name in rows if name.startswith("ring=4")), key=lambda row: row["ms"])
         ratio = f"{ours['ms'] / theirs['ms']:.3f} (`{ours['name']}`)"
         memory = " and ".join(f"{max(row['peak']) / 2**30:.2f}" for row in (ours, theirs))
         lines.append(f"| {shown} | {aim} | {ratio} | {memory} |")
@@ -319,8 +321,8 @@ def fits(name: str, mesh: str) -> bool:
 
 
 def guard() -> str:
-    lines = ["| GPUs | `rank_check` | ms a step | sharing latents and comparing | of them comparing |"]
-    lines, ran = [*lines, "|---|" + "---|" * 4], []
+    columns = "GPUs", "`rank_check`", "ms a step", "sharing latents and comparing", "of them comparing"
+    lines, ran = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"], []
     for name in ("guard_2xh200", "guard_4xh200"):
         run = read(name)
         arguments = run["arguments"]
