@@ -10,7 +10,7 @@ if all of it were split over four. What comes out means nothing there.
 
 A kernel of NCCL ends when all ranks have come to it. So a message is what it takes the rank that comes last to it, and
 the rest is waiting; hidden, what of both has another kernel beside it. Kernels are told apart by their names. The rows
-are the first rank's. Random bf16 weights.
+are the first rank's. Random bf16 weights. A mesh whose answer is not one rank's is called wrong, and not timed.
 """
 
 import argparse
@@ -18,18 +18,21 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_transformer import versions
+from torch.utils._pytree import tree_leaves
 
 import diffusers_rocm
-from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
-from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, parse_mesh, ranks_of
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs
+from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, bar_of, parse_mesh, ranks_of
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
@@ -76,12 +79,17 @@ def main() -> None:
 
     with ranks(1):
         found = versions()
+    wanted, wrong = None, False
     for mode, mesh in itertools.product(args.mode, (ONE, *args.mesh)):
         with ranks(1 if mesh == ONE else ranks_of(mesh)):
-            rows.append({"mesh": mesh, "mode": mode, **measure(args, mesh, mode.split("+"), device)})
+            figures, answer, bar = measure(args, mesh, mode.split("+"), device)
+        wanted = answer if wanted is None else wanted
+        if not args.alone and not (distance := distance_of_all(answer, wanted)) <= bar:
+            wrong, figures = True, {"wrong": f"{distance:.1e} from one rank, more than {bar:.1e}"}
+        rows.append({"mesh": mesh, "mode": mode, **figures})
         if first:
-            figures = {name: value for name, value in rows[-1].items() if isinstance(value, float)}
-            print(mesh, mode, *(f"{name} {value:.1f}" for name, value in figures.items()), sep="  ", flush=True)
+            shown = (f"{name} {value:.1f}" for name, value in figures.items() if isinstance(value, float))
+            print(mesh, mode, *([f"wrong: {figures['wrong']}"] if "wrong" in figures else shown), sep="  ", flush=True)
         gc.collect()
         torch._dynamo.reset()
         if device.type == "cuda":
@@ -91,11 +99,14 @@ def main() -> None:
         args.json.write_text(json.dumps({"command": command, "versions": found, "rows": rows}, indent=1) + "\n")
     if not args.alone:
         dist.destroy_process_group()
+    sys.exit(int(wrong))
 
 
 @torch.no_grad()
-def measure(args: argparse.Namespace, mesh: str, flags: list[str], device: torch.device) -> dict[str, float]:
-    """Median milliseconds of a step, and those of its kernels by kind."""
+def measure(
+    args: argparse.Namespace, mesh: str, flags: list[str], device: torch.device
+) -> tuple[dict[str, Any], torch.Tensor, float]:
+    """Median milliseconds of a step, and those of its kernels by kind; its answer, and how far others may be off."""
     known = KNOWN_MODELS[args.model]
     model = build(known, args.config, device, torch.bfloat16)
     given = inputs(known, known.sized(args.resolution, args.frames, None), model, torch.bfloat16)
@@ -121,9 +132,18 @@ def measure(args: argparse.Namespace, mesh: str, flags: list[str], device: torch
         found |= by_kind(profile, Axis.of_all())
         totals = {each.key[:90]: each.device_time_total / 1000 for each in profile.key_averages()}
         found["kernels"] = dict(sorted(totals.items(), key=lambda pair: -pair[1])[:30])
+    answer = tree_leaves(model(**given))[0].clone()
     if graph is not None:
         graph.remove()
-    return found
+    return found, answer, bar_of(count_blocks(model), torch.bfloat16, lossy="int8" in mesh)
+
+
+def distance_of_all(answer: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative L2 between two answers, on the rank where it is largest."""
+    distance = (answer.float() - wanted.float()).norm() / wanted.float().norm()
+    distance = distance.nan_to_num(nan=math.inf)  # which is the largest on any backend
+    dist.all_reduce(distance, dist.ReduceOp.MAX)
+    return distance.item()
 
 
 def by_kind(profile: torch.profiler.profile, world: Axis) -> dict[str, float]:
