@@ -256,10 +256,15 @@ def cannot_be_had(name: str, config: Mapping[str, Any], error: Exception) -> Val
 
 
 def made(known: KnownModel, config: Mapping[str, Any]) -> ModelMixin:
-    """The model without its weights. Raises ValueError where its class does not take such a config."""
+    """The model without its weights. Raises ValueError where its class takes no such config, or makes no blocks."""
     try:
+        if any(name.startswith("num_") and isinstance(value, int) and value < 0 for name, value in config.items()):
+            raise ValueError("fewer than none")
         with init_empty_weights(include_buffers=False):
-            return getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
+            model = getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
+        if count_blocks(model) == 0:
+            raise ValueError("no blocks are left")
+        return model
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise cannot_be_had(known.cls, config, error) from error
 

@@ -441,6 +441,16 @@ class TestBenchStep(unittest.TestCase):
             ("guidance", ["--mesh", "cfg=4", "--guidance"], "--mesh cfg=4: guidance is of two forwards"),
             ("options", ["--mesh", "tp=2", "--mesh", "ring=3"], "tp=2 is of 2, ring=3 is of 3"),
             ("unknown", ["--mesh", "tp=2", "--config", "foo=3"], "FluxTransformer2DModel cannot be had with .*foo"),
+            (
+                "negative",
+                ["--mesh", "tp=2", "--config", "num_layers=-1"],
+                "num_layers=-1: ValueError: fewer than none",
+            ),
+            (
+                "no blocks",
+                ["--mesh", "tp=2", "--config", "num_layers=0", "num_single_layers=0"],
+                "num_layers=0, num_single_layers=0: ValueError: no blocks are left",
+            ),
             ("memory", ["--mesh", "tp=64"], "64 ranks of 47.6 GB each, and this machine has"),
             ("peer", ["--mesh", "tp=1", *FEW, "--compare", "diffusers"], "--compare diffusers needs GPUs"),
             ("none", [], "there are no GPUs to take all of: give --mesh tp=2"),
