@@ -37,12 +37,13 @@ from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
+from diffusers_rocm.models import modeling_utils
 from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
 
 
 # Parts of the names that kernels of NVIDIA's libraries have; the compiler's are named by all that they do.
 KINDS = {
-    "messages": ("nccl",),
+    "messages": ("nccl", "memcpy ptop", "barrier_kernel"),
     "other": ("triton_",),
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matmul": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--config", type=json.loads, default={}, help="what differs from the model's, as JSON")
     parser.add_argument("--wait", choices=WAYS_TO_WAIT, help="in compiled code; default: as the links are")
+    parser.add_argument("--process-group", action="store_true", help="messages by it, not by copies")
     parser.add_argument("--fuse", action="store_true", help="queries, keys and values in one product")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path)
@@ -73,6 +75,9 @@ def main() -> None:
     else:
         device = diffusers_rocm.init(args.device)
     rows, first = [], args.alone or dist.get_rank() == 0
+
+    if args.process_group:
+        modeling_utils.reaches_memory = lambda _: False
 
     def ranks(count: int) -> contextlib.AbstractContextManager:
         return ranks_that_are_not_there(count) if args.alone else contextlib.nullcontext()

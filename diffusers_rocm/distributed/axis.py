@@ -24,6 +24,7 @@ class Axis:
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
         slow_links: whether messages are worth hiding; measured (`links`), and no part of what an axis is.
         multiprocessors: of the GPU on it that has the fewest, by which all cut their messages alike; likewise.
+        peer_memory: whether each rank reaches the others' memory, over fast links; likewise.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Axis:
     communication: str = EXACT
     slow_links: bool = field(default=False, compare=False)
     multiprocessors: int | None = field(default=None, compare=False)
+    peer_memory: bool = field(default=False, compare=False)
 
     def ranks(self) -> list[int]:
         """Global ranks of the axis, in its order."""

@@ -4,7 +4,7 @@ Each function here begins a collective and answers another function, which waits
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 # For each device a stream, and a row whose softmax is a kernel of one block, some microseconds long.
 _side: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
+
+# For each device, a stream of copies that no kernel makes.
+_copying: dict[torch.device, torch.Stream] = {}
 
 
 def beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -45,6 +48,23 @@ def beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[
         return received
 
     return wait
+
+
+def copy_beside(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Callable[[], None]:
+    """Begin to copy into the first of each pair what is in the second, one after the other: so they are fastest.
+
+    Returns:
+        A function that waits.
+    """
+    module = torch.get_device_module(device)
+    if device not in _copying:
+        _copying[device] = module.Stream(device)
+    _copying[device].wait_stream(module.current_stream(device))
+    with module.stream(_copying[device]):
+        for into, x in pairs:
+            into.copy_(x, non_blocking=True)
+        ends = _copying[device].record_event()
+    return functools.partial(_wait_for, ends, device)
 
 
 def _wait_for(event: torch.Event, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from .compression import (
     decompress,
     decompress_parts,
 )
+from .peer_memory import exchange_by_copies, in_call_of_a_graph
 
 
 # torch 2.13 renamed it
@@ -233,6 +234,9 @@ def exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], a
         return _Exchange.apply(x, send, receive, axis)
     if axis.communication != EXACT:
         return _exchange_compressed(x, send, receive, axis)
+    of_a_graph = axis.peer_memory and (torch.compiler.is_compiling() or in_call_of_a_graph())
+    if of_a_graph and all(part == send[0] for part in (*send, *receive)):
+        return exchange_by_copies(x, axis.size, axis.group)
     return exchange_in_group(x, send, receive, axis.group)
 
 

@@ -3,13 +3,17 @@
 Both decide how messages are cut, so all ranks must know the same of them.
 """
 
+import functools
 import logging
+import socket
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .axis import Axis
-from .collectives import all_gather_int64
+from .collectives import all_gather_int64, all_gather_text
+from .peer_memory import can_fetch
 
 
 logger = logging.getLogger(__name__)
@@ -54,6 +58,28 @@ def _rate(axis: Axis) -> int:
         module.synchronize(axis.device)
         best = min(best, begin.elapsed_time(end) / 1e3)
     return int(part * (axis.size - 1) * _IN_A_ROW / best)
+
+
+def reaches_memory(axis: Axis) -> bool:
+    """Whether each rank of an axis reaches the memory of the others: NVIDIA GPUs of one host, none tried elsewhere."""
+    if axis.size == 1 or axis.device.type != "cuda" or torch.version.hip:
+        return False
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    hosts = all_gather_text(f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}", axis)
+    devices = all_gather_int64(torch.tensor([axis.device.index]), axis).flatten().tolist()
+    others = set(devices) - {axis.device.index}
+    own = len(set(hosts)) == 1 and len(others) == axis.size - 1
+    own = own and all(torch.cuda.can_device_access_peer(axis.device, other) for other in others)
+    on_all = functools.partial(_all, axis=axis)
+    reached = on_all(own) and can_fetch(axis.group, axis.device, on_all)
+    how = "by copies out of each other's memory" if reached else "by the process group"
+    logger.info(f"messages of {axis.size} ranks ({axis.name}) go {how} where a step is a graph")
+    return reached
+
+
+def _all(own: bool, axis: Axis) -> bool:
+    """Whether it is so on all ranks of the axis."""
+    return bool(all_gather_int64(torch.tensor([own]), axis).min())
 
 
 def fewest_multiprocessors(axis: Axis) -> int | None:

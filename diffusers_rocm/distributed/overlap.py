@@ -5,11 +5,15 @@ what does not need it: in a block of one stream, all of the MLP. The order of th
 model has it, on all ranks.
 """
 
+import itertools
 from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import ir
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.scheduler import BaseSchedulerNode
+from torch._inductor.utils import contains_collective, contains_wait
 
 
 aten = torch.ops.aten
@@ -81,9 +85,35 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     return node
 
 
+_PRODUCTS = (ir.ExternKernelOut, ir.TemplateBuffer)
+
+
+def share_products(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+    """A pass over what is ordered already: a message that has nothing beside it takes a product from the one before.
+
+    That is the last one, if there are others, and if nothing needs it earlier.
+    """
+    order = list(nodes)
+    for earlier, later in itertools.pairwise([node for node in order if contains_collective(node)]):
+        products = [node for node in _beside(order, earlier) if isinstance(node.node, _PRODUCTS)]
+        if len(products) < 2 or _beside(order, later):
+            continue
+        start, stop = order.index(products[-1]), order.index(later)
+        made = products[-1].get_buffer_names()
+        if not any(need.name in made for node in order[start : stop + 1] for need in node.unmet_dependencies):
+            order[start : stop + 1] = [*order[start + 1 : stop + 1], products[-1]]
+    return order
+
+
+def _beside(order: list[BaseSchedulerNode], message: BaseSchedulerNode) -> list[BaseSchedulerNode]:
+    """What comes between a message and the next one, or the next wait."""
+    rest = itertools.islice(order, order.index(message) + 1, None)
+    return list(itertools.takewhile(lambda node: not (contains_collective(node) or contains_wait(node)), rest))
+
+
 # For `torch.compile(options=...)`.
 HIDE_MESSAGES = {
     "reorder_for_compute_comm_overlap": True,
-    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits", share_products],
     "post_grad_custom_post_pass": SplitProducts(),
 }

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from ..distributed.peer_memory import call_of_a_graph, forget_places
 from ..distributed.quantized import is_quantized
 from .around_call import AroundCall
 from .group_offload import is_offloaded
@@ -43,6 +45,7 @@ def wrap_destroy_process_group(original: Callable) -> Callable:
     def destroy_process_group(*args: Any, **kwargs: Any) -> None:
         for graph in _graphs:
             graph.forget()
+        forget_places()
         original(*args, **kwargs)
 
     return destroy_process_group
@@ -80,7 +83,7 @@ class StepGraph(AroundCall):
     def forget(self) -> None:
         """Let the graphs go, and the memory that they hold."""
         self._kinds: list[_Kind] = []
-        self._fixed: list[tuple[dict, str, Any, int | None]] = []
+        self._fixed: list[tuple[dict, str, Any, Where | None]] = []
         self._pool = None
 
     def remove(self) -> None:
@@ -91,7 +94,7 @@ class StepGraph(AroundCall):
         if torch.is_grad_enabled():
             return call(*args, **kwargs)
         if not self._fixed or not all(
-            where.get(name) is value and (at is None or value.data_ptr() == at)
+            where.get(name) is value and (at is None or _is_there(value, *at))
             for where, name, value, at in self._fixed
         ):
             self.forget()
@@ -100,7 +103,8 @@ class StepGraph(AroundCall):
         kind = self._kind(spec, leaves)
         kind.calls += 1
         if kind.calls <= WARM_UP:
-            return call(*args, **kwargs)
+            with call_of_a_graph(captured=False):
+                return call(*args, **kwargs)
         if kind.replay is None:
             self._capture(kind, call, leaves)
         tensors = (x for x in leaves if isinstance(x, Tensor))
@@ -137,7 +141,8 @@ class StepGraph(AroundCall):
         given = [next(statics) if isinstance(x, Tensor) else x for x in leaves]
         args, kwargs = tree_unflatten(given, kind.spec)
         try:
-            kind.replay, kind.answer, self._pool = record(lambda: call(*args, **kwargs), device, self._pool)
+            with call_of_a_graph(captured=True):
+                kind.replay, kind.answer, self._pool = record(lambda: call(*args, **kwargs), device, self._pool)
         except (RuntimeError, AssertionError) as error:
             self.forget()
             reason = str(error).partition("\n")[0]
@@ -150,8 +155,17 @@ def _describe(leaf: Any) -> tuple:
     return type(leaf), leaf if isinstance(leaf, (int, float, str)) else repr(leaf)
 
 
-def _fixed(model: nn.Module) -> list[tuple[dict, str, Any, int | None]]:
-    """What a graph takes for granted: `(dict, key, value, address)` of modules, processors, weights and buffers."""
+# Where a tensor's numbers are: the address, and the memory itself. Other memory may come to lie at the same address on
+# some ranks and not on others, and all must make their graphs anew alike.
+Where = tuple[int, StorageWeakRef]
+
+
+def _is_there(x: Tensor, address: int, storage: StorageWeakRef) -> bool:
+    return x.data_ptr() == address and not storage.expired()
+
+
+def _fixed(model: nn.Module) -> list[tuple[dict, str, Any, Where | None]]:
+    """What a graph takes for granted: `(dict, key, value, where)` of modules, processors, weights and buffers."""
     fixed = []
     for module in model.modules():
         fixed += [(module._modules, name, child, None) for name, child in module._modules.items()]
@@ -159,5 +173,7 @@ def _fixed(model: nn.Module) -> list[tuple[dict, str, Any, int | None]]:
         fixed += [(vars(module), name, vars(module).get(name), None) for name in ("processor", "forward")]
         for tensors in (module._parameters, module._buffers):
             for name, x in tensors.items():
-                fixed.append((tensors, name, x, None if x is None or is_quantized(x) else x.data_ptr()))
+                plain = x is not None and not is_quantized(x)
+                at = (x.data_ptr(), StorageWeakRef(x.untyped_storage())) if plain else None
+                fixed.append((tensors, name, x, at))
     return fixed

@@ -17,7 +17,7 @@ from torch import nn
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
-from ..distributed.links import fewest_multiprocessors, links_are_slow
+from ..distributed.links import fewest_multiprocessors, links_are_slow, reaches_memory
 from ..distributed.mesh import Axes
 from ..distributed.overlap import HIDE_MESSAGES
 from ..distributed.quantized import parts
@@ -114,6 +114,8 @@ def enable(
         ring, ulysses = (
             replace(axis, slow_links=links_are_slow(axis), multiprocessors=count) for axis in (axes.ring, axes.ulysses)
         )
+        if not ulysses.slow_links:
+            ulysses = replace(ulysses, peer_memory=reaches_memory(ulysses))
         axes = replace(axes, ring=ring, ulysses=ulysses)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
@@ -378,12 +380,13 @@ def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
         """Many classes with a plan do not name their blocks: what has several Linears in a list is one.
 
-        Where links between split sequences are slow, messages go beside what does not need them, unless `options` or
-        a `mode` are given.
+        Where links between split sequences are slow, or messages occupy no multiprocessor, they go beside what does
+        not need them, unless `options` or a `mode` are given.
         """
         parallelism, backend = getattr(self, "parallelism", None), kwargs.get("backend", "inductor")
         if parallelism is not None and backend == "inductor" and not kwargs.keys() & {"mode", "options"}:
-            if parallelism.axes.ring.slow_links or parallelism.axes.ulysses.slow_links:
+            ring, ulysses = parallelism.axes.ring, parallelism.axes.ulysses
+            if ring.slow_links or ulysses.slow_links or ulysses.peer_memory:
                 kwargs["options"] = HIDE_MESSAGES
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)

@@ -9,17 +9,18 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from ..distributed.peer_memory import held_bytes
 from ..distributed.quantized import parts
 from .denoisers import denoisers_of
 
 
 def device_peak(device: torch.device) -> int:
-    """Bytes, at most, that tensors on the device took since its peak was reset; 0 for a CPU."""
+    """Bytes, at most, that tensors on the device took since its peak was reset, and messages do; 0 for a CPU."""
     if device.type == "cpu":
         return 0
     module = torch.get_device_module(device)
     module.synchronize()
-    return module.max_memory_allocated()
+    return module.max_memory_allocated() + held_bytes()
 
 
 def host_peak() -> int:

@@ -10,7 +10,7 @@ from parameterized import parameterized
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import links
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.links import FAST, links_are_slow
+from diffusers_rocm.distributed.links import FAST, links_are_slow, reaches_memory
 from diffusers_rocm.hooks.context_parallel import split_of
 
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
@@ -37,8 +37,9 @@ def uneven_worker() -> tuple[bool, set[int], bool]:
     return slow, found, axes == config.axes()
 
 
-def measured_worker() -> tuple[bool, bool]:
-    """What is answered, and whether the fastest of many messages is slow: others may use the machine meanwhile."""
+def measured_worker() -> tuple[tuple[bool, bool], tuple[bool, bool]]:
+    """What is answered, and whether the fastest of many messages is slow (others may use the machine meanwhile), and
+    whether there is a way from GPU to GPU."""
     axis = Axis.of_all()
     module = torch.get_device_module(axis.device)
     message, received = torch.zeros(2, 1 << 27, dtype=torch.uint8, device=axis.device)
@@ -51,7 +52,8 @@ def measured_worker() -> tuple[bool, bool]:
         module.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     rate = message.numel() * (axis.size - 1) / axis.size / min(times)
-    return links_are_slow(axis), rate < FAST
+    peers = [torch.cuda.can_device_access_peer(axis.rank, other) for other in range(axis.size) if other != axis.rank]
+    return (links_are_slow(axis), reaches_memory(axis)), (rate < FAST, all(peers))
 
 
 class TestLinks(unittest.TestCase):
@@ -66,6 +68,7 @@ class TestLinks(unittest.TestCase):
 
     def test_one_rank_has_none(self):
         assert not links_are_slow(Axis.single("ulysses"))
+        assert not reaches_memory(Axis.single("ulysses"))
 
     @unittest.skipIf(torch.cuda.device_count() < 2, "needs 2 GPUs")
     def test_gpus(self):

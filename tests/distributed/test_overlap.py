@@ -14,7 +14,7 @@ from diffusers_rocm.distributed import links
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_reduce
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
-from diffusers_rocm.models import attention_heads
+from diffusers_rocm.models import attention_heads, modeling_utils
 from diffusers_rocm.models.attention_heads import Busy
 
 from ..models.testing_utils.common import randn
@@ -32,16 +32,15 @@ def steps(code: str) -> list[str]:
     return [next(filter(None, match.groups())) for match in STEPS.finditer(called)]
 
 
-def under_first_message(code: str) -> int:
-    """Products between the first message and the wait for it."""
-    found = steps(code)
-    sent = next(index for index, step in enumerate(found) if "all_" in step)
-    return sum("mm" in step for step in found[sent : found.index("wait_tensor")])
+def under_messages(code: str) -> list[int]:
+    """Products between each message and the next, or the next wait."""
+    found = " ".join("product" if "mm" in step else step for step in steps(code))
+    return [after.count("product") for after in re.findall(r"all_\w+((?: product)*)", found)]
 
 
 @torch.no_grad()
-def flux_worker() -> tuple[float, int]:
-    """The error of FLUX, its blocks of one stream compiled, and the products that one has under its first message."""
+def flux_worker() -> tuple[float, list[int]]:
+    """The error of FLUX, its blocks of one stream compiled, and the products that one has under each message."""
     config = FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
@@ -50,7 +49,7 @@ def flux_worker() -> tuple[float, int]:
         model._repeated_blocks = ["FluxSingleTransformerBlock"]
         model.compile_repeated_blocks(fullgraph=True)
         output, codes = run_and_get_code(config.get_output, model, inputs)
-    return relative_l2(output, reference), under_first_message(codes[0])
+    return relative_l2(output, reference), under_messages(codes[0])
 
 
 def side_by_side(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
@@ -123,13 +122,37 @@ def after_a_product(x: Tensor, y: Tensor, weight: Tensor, axis: Axis) -> Tensor:
     return all_reduce(x, axis).sin() * before
 
 
-def early_worker() -> int:
+def early_worker() -> list[int]:
     """In the model's order, where the compiler has no reason for another."""
     axis, x = Axis.of_all(), randn(16, 16, seed=0)
     options = HIDE_MESSAGES | {"reorder_for_peak_memory": False, "reorder_for_locality": False}
     compiled = torch.compile(after_a_product, fullgraph=True, options=options)
     _, (code,) = run_and_get_code(compiled, x, x + 1, x + 2, axis)
-    return under_first_message(code)
+    return under_messages(code)
+
+
+def needed_by_the_second(x: Tensor, y: Tensor, axis: Axis) -> Tensor:
+    """Both products go into the second message."""
+    first, before = all_reduce(x, axis), (y @ y.sin()) @ y
+    return all_reduce(first.sin() * before, axis)
+
+
+def needed_by_none(x: Tensor, y: Tensor, axis: Axis) -> Tensor:
+    """Of three products, the second message has the last, and the third nothing: the second has no more than one."""
+    first, beside = all_reduce(x, axis), ((y @ y.sin()) @ y).cos() @ y
+    return all_reduce(all_reduce(first.sin(), axis).cos(), axis) * beside
+
+
+def shared_worker() -> list[list[int]]:
+    """The products under each message."""
+    axis, x, found = Axis.of_all(), randn(16, 16, seed=0), []
+    for function in (needed_by_the_second, needed_by_none):
+        compiled = torch.compile(function, fullgraph=True, options=HIDE_MESSAGES)
+        wanted = function(x.clone(), x + 1, axis)
+        output, (code,) = run_and_get_code(compiled, x, x + 1, axis)
+        assert relative_l2(output, wanted) <= FLOAT32_BAR
+        found.append(under_messages(code))
+    return found
 
 
 def in_two_chains(x: Tensor, y: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -150,23 +173,26 @@ def order_worker() -> list[list[str]]:
     return found
 
 
-# Whether links are slow, what is asked for, and the options that blocks are compiled with, by their names.
+# Whether links are slow, whether ranks reach each other's memory, what is asked for, and the options that blocks are
+# compiled with, by their names.
 USES = (
-    (True, {}, [*HIDE_MESSAGES]),
-    (False, {}, []),
-    (True, {"mode": "max-autotune"}, []),
-    (True, {"options": {"max_autotune": True}}, ["max_autotune"]),
-    (True, {"backend": "eager"}, []),
+    (True, False, {}, [*HIDE_MESSAGES]),
+    (False, False, {}, []),
+    (False, True, {}, [*HIDE_MESSAGES]),
+    (True, False, {"mode": "max-autotune"}, []),
+    (True, False, {"options": {"max_autotune": True}}, ["max_autotune"]),
+    (True, False, {"backend": "eager"}, []),
 )
 
 
 def given_worker() -> list[list[list[str]]]:
     """The options of every block, for each use."""
     found = []
-    for slow, kwargs, _ in USES:
+    for slow, reached, kwargs, _ in USES:
         model, given = FluxTransformerTesterConfig().get_model(), []
-        with mock.patch.object(links, "FAST", 1.0 if slow else 0.0):
-            model.enable_parallelism(config=ParallelConfig(ring=2))
+        reaches_memory = mock.patch.object(modeling_utils, "reaches_memory", lambda axis, reached=reached: reached)
+        with mock.patch.object(links, "FAST", 1.0 if slow else 0.0), reaches_memory:
+            model.enable_parallelism(config=ParallelConfig(ulysses=2))
 
         def compiled(self, options=(), given=given, **kwargs):
             given.append([*options])
@@ -178,10 +204,10 @@ def given_worker() -> list[list[list[str]]]:
 
 
 class TestOverlap(unittest.TestCase):
-    def test_mlp_is_under_the_message(self):
-        """Its product, and its part of the output's."""
+    def test_mlp_is_under_the_messages(self):
+        """Its product under the first, its part of the output's under the second."""
         for error, products in run_ranks(2, flux_worker):
-            assert error <= FLOAT32_BAR and products == 2, (error, products)
+            assert error <= FLOAT32_BAR and products == [1, 1], (error, products)
 
     def test_split_products(self):
         for results in run_ranks(2, split_worker):
@@ -189,7 +215,10 @@ class TestOverlap(unittest.TestCase):
             assert [products for *_, products in results] == [*FUNCTIONS.values()], results
 
     def test_message_is_early(self):
-        assert run_ranks(2, early_worker) == [1, 1]
+        assert run_ranks(2, early_worker) == [[1], [1]]
+
+    def test_products_are_shared(self):
+        assert run_ranks(2, shared_worker) == [[[2, 0], [2, 1, 0]]] * 2
 
     def test_order_of_messages(self):
         for plain, hidden in run_ranks(2, order_worker):

@@ -1,5 +1,6 @@
 """A step as a graph: emulated where there is no GPU, by a capture that keeps the call and its inputs."""
 
+import itertools
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -85,12 +86,19 @@ def parity_worker(name: str, degrees: dict[str, int]) -> dict:
     return {"errors": errors, "captures": recorder.captures, "removed": relative_l2(plain, wanted[0])}
 
 
+def placed_in(memory: torch.Tensor) -> torch.Tensor:
+    """A tensor at the address of another, in a storage of its own."""
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes)
+    return torch.empty(0, dtype=memory.dtype).set_(storage, 0, memory.shape, memory.stride())
+
+
 @torch.no_grad()
 def changes_worker() -> dict[str, int]:
     """How many graphs were captured in all after each change of the calls or of the model, each used some times."""
     config = FluxTransformerTesterConfig()
     model, counts = config.get_model(), {}
     model.enable_parallelism(config=ParallelConfig(tp=2))
+    memory = model.x_embedder.weight.clone()
     kinds = {rows: config.get_inputs(rows) for rows in (1, 2)}
     StepGraph(model)
 
@@ -110,6 +118,9 @@ def changes_worker() -> dict[str, int]:
         use("weights", kinds[1])
         model.x_embedder.weight.data = model.x_embedder.weight.clone()
         use("address", kinds[1])
+        for name in ("moved", "moved to the same address"):
+            model.x_embedder.weight.data = placed_in(memory)
+            use(name, kinds[1])
         for tokens in range(1, KEPT + 1):
             use("many", {**kinds[1], "encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)})
             use("many", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0 + tokens}})
@@ -201,7 +212,7 @@ class TestStepGraph(unittest.TestCase):
     def test_other_calls_and_weights_are_captured_anew(self):
         for counts in run_ranks(2, changes_worker):
             assert counts.pop("kept") == KEPT
-            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5], counts
+            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5, 6, 7], counts
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):
@@ -231,6 +242,7 @@ def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dty
     inputs = {name: x.to(device) for name, x in config.cast(config.get_inputs(1), dtype).items()}
     model.enable_parallelism(config=ParallelConfig(**degrees))
     if compiled:
+        torch._dynamo.reset()  # of what one process compiles there is a limit
         model.compile_repeated_blocks(fullgraph=True)
     steps = steps_of(inputs, WARM_UP + 3)
     wanted = [config.get_output(model, each) for each in steps]
@@ -248,6 +260,13 @@ class TestStepGraphAccelerator(unittest.TestCase):
     @parameterized.expand([(degrees, compiled) for degrees in MESHES for compiled in (False, True)])
     def test_parity(self, degrees, compiled):
         for errors in run_ranks(2, accelerator_worker, degrees, compiled, torch.float32, device="cuda"):
+            assert max(errors) <= FLOAT32_BAR, errors
+
+    @parameterized.expand(itertools.product(({"ulysses": 2}, {"tp": 2}), ("exact", "int8"), (False, True)))
+    def test_parity_in_few_bits(self, degrees, communication, compiled):
+        """What is replayed are the kernels of the model without a graph, which round alike."""
+        degrees = degrees | {"communication": communication}
+        for errors in run_ranks(2, accelerator_worker, degrees, compiled, torch.bfloat16, device="cuda"):
             assert max(errors) <= FLOAT32_BAR, errors
 
     def test_what_a_capture_forbids(self):

@@ -1,0 +1,272 @@
+"""Messages by copies out of the other ranks' memory; on a CPU, a file that all ranks map stands in for it."""
+
+import contextlib
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import Tensor
+
+from diffusers_rocm import ParallelConfig
+from diffusers_rocm.distributed import peer_memory
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.collectives import all_gather_int64
+from diffusers_rocm.distributed.peer_memory import (
+    call_of_a_graph,
+    can_fetch,
+    forget_places,
+    held_bytes,
+    teach_compiler,
+)
+from diffusers_rocm.hooks import step_graph
+from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
+from diffusers_rocm.models import modeling_utils
+
+from ..hooks.test_step_graph import Recorder, steps_of
+from ..models.testing_utils.common import randn
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
+
+
+class Even(FluxTransformerTesterConfig):
+    """What two ranks or four share alike."""
+
+    def get_dummy_inputs(self, batch_size: int = 1) -> dict:
+        inputs = super().get_dummy_inputs(batch_size)
+        inputs["hidden_states"] = inputs["hidden_states"][:, :32]
+        inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :8]
+        return inputs | {"img_ids": inputs["img_ids"][:32], "txt_ids": inputs["txt_ids"][:8]}
+
+
+class MappedFiles:
+    """What torch's handle of symmetric memory answers, of a file of each rank."""
+
+    def __init__(self, folder: Path, index: int, size: int):
+        self.folder, self.index, self.size = folder, index, size
+        dist.barrier()
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        mapped = torch.from_file(str(self.folder / f"{rank}-{self.index}"), True, self.size, dtype=torch.uint8)
+        count = torch.Size(sizes).numel()
+        return mapped.view(dtype)[storage_offset : storage_offset + count].view(sizes)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        assert timeout_ms > 0
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def mapped_memory(folder: str) -> Iterator[None]:
+    """Symmetric memory is files; copies come when they are waited for, so as late as they may."""
+    files: dict[int, int] = {}
+
+    def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        x = torch.from_file(str(Path(folder) / f"{dist.get_rank()}-{len(files)}"), True, count, dtype=dtype)
+        files[x.data_ptr()] = len(files)
+        return x
+
+    def rendezvous(x: Tensor, group: str) -> MappedFiles:
+        return MappedFiles(Path(folder), files[x.data_ptr()], x.nbytes)
+
+    def copy_late(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Callable[[], None]:
+        return lambda: [into.copy_(x) for into, x in pairs] and None
+
+    memory = mock.Mock(empty=empty, rendezvous=rendezvous)
+    with mock.patch.multiple(peer_memory, symmetric=memory, copy_beside=copy_late):
+        yield
+        forget_places()
+
+
+# Parts of the messages of a call, in their order, and how many are on their way before the first is waited for.
+PARTS, AT_ONCE = (5, 2, 5, 2, 2, 7, 5, 5), (1, 1, 1, 2, 3)
+
+
+def exchange_worker(folder: str) -> dict[str, Any]:
+    """Whether what comes by copies is what the process group brings, where one rank is late."""
+    axis, seed, found = Axis.of_all(), 0, {}
+
+    def message(part: int) -> tuple[Tensor, Tensor]:
+        """Begin one: what comes, and what should."""
+        nonlocal seed
+        seed += 1
+        sent = [randn(axis.size, part, seed=seed * axis.size + rank) for rank in range(axis.size)]
+        x, wanted = sent[axis.rank].flatten(), torch.cat([each[axis.rank] for each in sent])
+        time.sleep(0.02 * (axis.rank == seed % axis.size))
+        return torch.ops.diffusers_rocm.all_to_all_by_copies(x, axis.size, axis.group.group_name), wanted
+
+    def right(at_once: Sequence[int] = AT_ONCE) -> bool:
+        parts, answers = iter(PARTS), []
+        for count in at_once:
+            coming = [message(part) for _, part in zip(range(count), parts, strict=False)]
+            answers += [torch.equal(torch.ops._c10d_functional.wait_tensor(x), wanted) for x, wanted in coming[::-1]]
+        return all(answers)
+
+    def by_group(captured: bool) -> tuple[bool, int]:
+        with call_of_a_graph(captured), torch.profiler.profile() as profile:
+            answer = right()
+        return answer, [event.name for event in profile.events()].count("_c10d_functional::all_to_all_single")
+
+    with mapped_memory(folder):
+        found["never prepared"] = by_group(captured=True)
+        with mock.patch.object(peer_memory, "_shared", axis.rank):  # of other groups
+            found["counted otherwise"] = by_group(captured=False), by_group(captured=True), held_bytes()
+        found["before"], found["held"] = by_group(captured=False), held_bytes()
+        found["captured"], found["again"] = by_group(captured=True), by_group(captured=True)
+        found["short calls"] = []
+        for _ in range(6):
+            with call_of_a_graph(captured=True):
+                found["short calls"].append(right([1]))
+        with call_of_a_graph(captured=False):
+            message(11)
+        found["grown"], found["held by both"] = by_group(captured=True), held_bytes()
+        found["outside"] = right()
+    found["let go"] = held_bytes()
+    return found
+
+
+def reach_worker(folder: str) -> list[tuple[bool, int]]:
+    """What the ranks say of each other's memory, and how often they ask: as it is; where one cannot make it; where one
+    cannot share it; where what is there is another's."""
+    axis, answers, asked = Axis.of_all(), [], 0
+
+    def on_all(own: bool) -> bool:
+        nonlocal asked
+        asked += 1
+        return bool(all_gather_int64(torch.tensor([own]), axis).min())
+
+    def cannot_make(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory\nat all")
+
+    def cannot_share(*_: Any) -> Any:
+        dist.barrier()  # where the others' files are
+        raise RuntimeError("no memory of others")
+
+    get_buffer = MappedFiles.get_buffer
+
+    def another(place: Any, *args: Any) -> Tensor:
+        return get_buffer(place, axis.size - 1 - args[0], *args[1:])
+
+    with mapped_memory(folder):
+        broken = (
+            {"empty": cannot_make} if axis.rank == 0 else {},
+            {"rendezvous": cannot_share} if axis.rank == 0 else {},
+        )
+        for replaced in ({}, *broken):
+            asked = 0
+            with contextlib.ExitStack() as stack:
+                for name, fails in replaced.items():
+                    stack.enter_context(mock.patch.object(peer_memory.symmetric, name, fails))
+                answers.append((can_fetch(axis.group, axis.device, on_all), asked))
+        asked = 0
+        with mock.patch.object(MappedFiles, "get_buffer", another):
+            answers.append((can_fetch(axis.group, axis.device, on_all), asked))
+    return answers
+
+
+class Replayed(Recorder):
+    """What it replays goes by copies, as what was captured."""
+
+    def __call__(self, call: Callable[[], Any], *args: Any) -> tuple[Callable[[], None], Any, None]:
+        def of_the_graph() -> Any:
+            with call_of_a_graph(captured=True):
+                return call()
+
+        return super().__call__(of_the_graph, *args)
+
+
+@torch.no_grad()
+def flux_worker(folder: str, compiled: bool) -> tuple[float, int, int]:
+    """The largest error of FLUX as a graph over ranks that reach each other's memory, the messages of a replay, and
+    those that go by the process group."""
+    config = Even()
+    model, steps = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 2)
+    wanted = [config.get_output(model, each) for each in steps]
+    teach_compiler()
+    links = mock.patch.multiple(modeling_utils, links_are_slow=lambda _: False, reaches_memory=lambda _: True)
+    with links, mapped_memory(folder), mock.patch.object(step_graph, "record", Replayed()):
+        model.enable_parallelism(config=ParallelConfig(ulysses=dist.get_world_size()))
+        if compiled:
+            model.compile_repeated_blocks(fullgraph=True)
+        graph = StepGraph(model)
+        outputs = [config.get_output(model, each) for each in steps[:-1]]
+        with torch.profiler.profile() as profile:
+            outputs.append(config.get_output(model, steps[-1]))
+        graph.remove()
+    names = [event.name for event in profile.events()]
+    messages = names.count("diffusers_rocm::all_to_all_by_copies")
+    return max(map(relative_l2, outputs, wanted)), messages, names.count("_c10d_functional::all_to_all_single")
+
+
+@torch.no_grad()
+def gpu_worker(compiled: bool) -> tuple[float, dict[str, int], int]:
+    """The largest error of FLUX as a graph, what its replay launches, and bytes held."""
+    config, device = Even(), torch.device("cuda", dist.get_rank())
+    model, inputs = config.get_model().to(device), config.get_inputs(1)
+    steps = [{name: x.to(device) for name, x in each.items()} for each in steps_of(inputs, WARM_UP + 3)]
+    wanted = [config.get_output(model, each) for each in steps]
+    model.enable_parallelism(config=ParallelConfig(ulysses=dist.get_world_size()))
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_repeated_blocks(fullgraph=True)
+    graph = StepGraph(model)
+    outputs = [config.get_output(model, each) for each in steps]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        config.get_output(model, steps[0])
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    found = {part: sum(part in name for name in names) for part in ("Memcpy PtoP", "barrier_kernel", "SendRecv")}
+    graph.remove()
+    return max(map(relative_l2, outputs, wanted)), found, held_bytes()
+
+
+class TestPeerMemory(unittest.TestCase):
+    def test_exchange(self):
+        count, size = len(PARTS), 4 * 3
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(3, exchange_worker, folder):
+                self.assertEqual(
+                    found,
+                    {
+                        "never prepared": (True, count),
+                        "counted otherwise": ((True, count), (True, count), 0),
+                        "before": (True, count),
+                        "held": size * (5 + 2 + 7) + 16,  # the second place had 2 at first, and then some more than 7
+                        "captured": (True, 0),
+                        "again": (True, 0),
+                        "short calls": [True] * 6,
+                        "grown": (True, 0),
+                        "held by both": size * (5 + 2 + 7 + 11) + 48,
+                        "outside": True,
+                        "let go": 0,
+                    },
+                )
+
+    def test_what_is_reached(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for answers in run_ranks(2, reach_worker, folder):
+                self.assertEqual(answers, [(True, 4), (False, 1), (False, 2), (False, 3)])
+
+    @parameterized.expand([(False,), (True,)])
+    def test_flux(self, compiled):
+        with tempfile.TemporaryDirectory() as folder:
+            for error, messages, by_group in run_ranks(2, flux_worker, folder, compiled):
+                self.assertLessEqual(error, FLOAT32_BAR)
+                self.assertEqual((messages, by_group), (8, 0))  # two of each block
+
+    @parameterized.expand([(False,), (True,)])
+    @require_torch_multi_accelerator
+    def test_gpus(self, compiled):
+        for error, found, held in run_ranks(2, gpu_worker, compiled, device="cuda"):
+            self.assertLessEqual(error, FLOAT32_BAR)
+            self.assertEqual(found["Memcpy PtoP"], 8, found)
+            self.assertEqual(found["barrier_kernel"], 9, found)
+            self.assertEqual(found["SendRecv"], 0, found)
+            self.assertGreater(held, 0)
