@@ -228,16 +228,30 @@ def gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.
     return _all_gather_compressed(x, sizes, axis)
 
 
-def exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    """All-to-all: `x` [sum(send)] holds `send[i]` elements for each rank i; returns [sum(receive)], in rank order."""
-    if _needs_grad(x):
+def exchange(
+    parts: list[torch.Tensor], dim: int, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
+) -> torch.Tensor:
+    """All-to-all of what is `joined`, which holds `send[i]` elements for each rank i.
+
+    Returns:
+        [sum(receive)], in rank order.
+    """
+    trained = any(map(_needs_grad, parts))
+    of_a_graph = axis.peer_memory and (torch.compiler.is_compiling() or in_call_of_a_graph())
+    of_a_graph = of_a_graph and not trained and axis.communication == EXACT
+    if of_a_graph and all(part == send[0] for part in (*send, *receive)):
+        return exchange_by_copies(parts, dim, axis.size, axis.group)
+    x = joined(parts, dim)
+    if trained:
         return _Exchange.apply(x, send, receive, axis)
     if axis.communication != EXACT:
         return _exchange_compressed(x, send, receive, axis)
-    of_a_graph = axis.peer_memory and (torch.compiler.is_compiling() or in_call_of_a_graph())
-    if of_a_graph and all(part == send[0] for part in (*send, *receive)):
-        return exchange_by_copies(x, axis.size, axis.group)
     return exchange_in_group(x, send, receive, axis.group)
+
+
+def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """A message [n]: its parts, joined along `dim`."""
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).reshape(-1)
 
 
 def share_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:

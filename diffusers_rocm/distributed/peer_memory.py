@@ -11,8 +11,11 @@ was in the place that the next one takes.
 
 import contextlib
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -54,7 +57,10 @@ _call: _Call | None = None
 _shared = 0
 
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
-_library.define("all_to_all_by_copies(Tensor x, int world, str group) -> Tensor")
+_library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Device device) -> Tensor")
+_library.define("fetch(Tensor place, int world, str group) -> Tensor")
+_library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group) -> Tensor")
+_ours = torch.ops.diffusers_rocm
 
 
 class _Coming(dist.Work):
@@ -100,35 +106,75 @@ def held_bytes() -> int:
     return sum(place.bytes.nbytes for places in (*_places.values(), _outgrown) for place in places)
 
 
-def _all_to_all(x: Tensor, world: int, group: str) -> Tensor:
+def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Where this rank lays its next message: in a captured call, where the others reach it.
+
+    It is fetched before the next one is asked for.
+    """
+    place = _reached(math.prod(shape) * dtype.itemsize, group)
+    if place is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    if group not in _call.turn:
+        _meet(place, process_group, device)  # of the call before, all have fetched all
+    return place.memory.get_buffer(process_group.rank(), shape, dtype)
+
+
+def _fetch(place: Tensor, world: int, group: str) -> Tensor:
+    """What all ranks have laid for this one where `_next_place` told them."""
+    x = place.view(-1)
     if _call is None:
         return _by_group(x, world, group)
-    places, turn = _places.setdefault(group, []), _call.turn.get(group)
-    index = 0 if turn is None else 1 - turn
     if not _call.captured:
-        _make_room(places, index, x, group)
+        index = _next_index(group)
+        _make_room(_places.setdefault(group, []), index, x, group)
         _call.turn[group] = index
         return _by_group(x, world, group)
-    if index >= len(places) or places[index].bytes.numel() < x.nbytes:
+    reached = _reached(x.nbytes, group)
+    if reached is None:
         return _by_group(x, world, group)
     process_group = dist.distributed_c10d._resolve_process_group(group)
-    memory, rank, count = places[index].memory, process_group.rank(), x.numel() // world
-    meet = functools.partial(memory.barrier, channel=0, timeout_ms=_timeout(process_group, x.device))
-    if turn is None:
-        meet()  # of the call before, all have fetched all
-    memory.get_buffer(rank, x.shape, x.dtype).copy_(x)
+    rank, count = process_group.rank(), x.numel() // world
+    assert x.data_ptr() == reached.memory.get_buffer(rank, x.shape, x.dtype).data_ptr()
     received = torch.empty_like(x)
     into = received.chunk(world)
     into[rank].copy_(x.chunk(world)[rank])  # by a kernel, which would wait for those that come next
     if group in _call.coming:
         _call.coming.pop(group).wait()
-    meet()
+    _meet(reached, process_group, x.device)
     others = ((rank + step) % world for step in range(1, world))
-    pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
+    pairs = ((into[peer], reached.memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
     coming = _Coming(copy_beside(pairs, x.device))
     torch._C._distributed_c10d._register_work(received, coming)
-    _call.turn[group], _call.coming[group] = index, coming
+    _call.turn[group], _call.coming[group] = _next_index(group), coming
     return received
+
+
+def _all_to_all(parts: list[Tensor], dim: int, world: int, group: str) -> Tensor:
+    place = _ours.next_place(_joined_shape(parts, dim), group, dtype=parts[0].dtype, device=parts[0].device)
+    return _ours.fetch(torch.cat(parts, dim, out=place), world, group)
+
+
+def _joined_shape(parts: Sequence[Any], dim: int) -> list[Any]:
+    shape = list(parts[0].shape)
+    return [*shape[:dim], sum(part.shape[dim] for part in parts), *shape[dim + 1 :]]
+
+
+def _next_index(group: str) -> int:
+    """Of the place that the next message takes."""
+    return 1 - _call.turn.get(group, 1)
+
+
+def _reached(size: int, group: str) -> _Place | None:
+    """The place of the next message of a captured call, if it has `size` bytes."""
+    if _call is None or not _call.captured:
+        return None
+    place = next(iter(_places.get(group, [])[_next_index(group) :]), None)
+    return place if place is not None and place.bytes.numel() >= size else None
+
+
+def _meet(place: _Place, group: dist.ProcessGroup, device: torch.device) -> None:
+    place.memory.barrier(channel=0, timeout_ms=_timeout(group, device))
 
 
 def _make_room(places: list[_Place], index: int, x: Tensor, group: str) -> None:
@@ -172,30 +218,71 @@ def _by_group(x: Tensor, world: int, group: str) -> Tensor:
     return torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, group)
 
 
-_library.impl("all_to_all_by_copies", _all_to_all, "CUDA")
-_library.impl("all_to_all_by_copies", _all_to_all, "CPU")
-_library.impl("all_to_all_by_copies", lambda x, world, group: torch.empty_like(x), "Meta")
-_operation = torch.ops.diffusers_rocm.all_to_all_by_copies.default
+_library.impl("next_place", _next_place, "CompositeExplicitAutograd")
+for _device in ("CUDA", "CPU"):
+    _library.impl("fetch", _fetch, _device)
+    _library.impl("all_to_all_by_copies", _all_to_all, _device)
+
+
+@torch.library.register_fake("diffusers_rocm::next_place", lib=_library)
+def _(shape, group, *, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@torch.library.register_fake("diffusers_rocm::fetch", lib=_library)
+def _(place, world, group):
+    return torch.empty_like(place).view(-1)
+
+
+@torch.library.register_fake("diffusers_rocm::all_to_all_by_copies", lib=_library)
+def _(parts, dim, world, group):
+    return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
 @functools.cache
 def teach_compiler() -> bool:
-    """The operation is a collective, whose start and end the compiler moves apart."""
+    """What makes a message writes it where it is fetched; the rest is a collective, whose start and end are apart."""
     from torch._inductor import ir
-    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
 
-    add_layout_constraint(_operation, constrain_to_fx_strides)
+    last: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
-    @register_lowering(_operation, type_promotion_kind=None)
-    def lower(x: ir.TensorBox, world: int, group: str) -> ir.TensorBox:
-        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(_operation, x, world, group))
+    @register_lowering(_ours.all_to_all_by_copies.default, type_promotion_kind=None)
+    def lower(parts: list[ir.TensorBox], dim: int, world: int, group: str) -> ir.TensorBox:
+        first, fetched = len(V.graph.operations), last.setdefault(V.graph, {})
+        options = {"dtype": parts[0].get_dtype(), "device": parts[0].get_device()}
+        shape = _joined_shape(parts, dim)
+        place = ir.TensorBox.create(ir.FallbackKernel.create(_ours.next_place.default, shape, group, **options))
+        # It is asked for when the last message has been fetched, and is never memory for anything else.
+        for operation in V.graph.operations[first:]:
+            V.graph.never_reuse_buffers.update(each.get_name() for each in operation.get_outputs())
+            if group in fetched:
+                V.graph.additional_buffer_deps[operation.get_operation_name()].add(fetched[group])
+        stops = [*itertools.accumulate((part.shape[dim] for part in parts), initial=0)]
+        for part, (start, stop) in zip(parts, itertools.pairwise(stops), strict=True):
+            copy = ir.Pointwise.create(
+                inner_fn=part.make_loader(), ranges=part.get_size(), dtype=part.get_dtype(), device=part.get_device()
+            )
+            into = ir.SliceView.create(place.data, dim, start, stop, clamp=False)
+            ir.MutationLayoutSHOULDREMOVE.realize_into(copy, into, unsafe_alias=True)
+        received = ir._CollectiveKernel.create_out_of_place(_ours.fetch.default, place, world, group)
+        fetched[group] = received.get_name()
+        return ir.TensorBox.create(received)
 
     return True
 
 
-def exchange_by_copies(x: Tensor, world: int, group: dist.ProcessGroup) -> Tensor:
-    """An all-to-all of `x` [n], of equal parts, which goes by copies in a graph."""
-    return torch.ops._c10d_functional.wait_tensor(_operation(x, world, group.group_name))
+def exchange_by_copies(parts: list[Tensor], dim: int, world: int, group: dist.ProcessGroup) -> Tensor:
+    """An all-to-all of equal parts, which goes by copies in a graph.
+
+    Args:
+        parts: joined along `dim` they are [world, ...], or as many elements in that order: those for each rank.
+
+    Returns:
+        [n], what came of each rank, in their order.
+    """
+    return torch.ops._c10d_functional.wait_tensor(_ours.all_to_all_by_copies(parts, dim, world, group.group_name))
 
 
 def can_fetch(group: dist.ProcessGroup, device: torch.device, on_all: Callable[[bool], bool]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
-from ..distributed.collectives import exchange, exchange_in_group
+from ..distributed.collectives import exchange, exchange_in_group, joined
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
 from ..distributed.links import multiprocessors
 from ..distributed.sharding import Block
@@ -109,14 +109,14 @@ def _count(share: Share) -> int:
     return queries.stop - queries.start + 2 * (keys.stop - keys.start)
 
 
-def _to_each(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> Tensor:
-    """One message for q, k and v: to every rank its heads."""
+def _to_each(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> tuple[list[Tensor], int]:
+    """One message for q, k and v, to every rank its heads: the parts of it, and the dim that they are joined along."""
     world, (queries, keys) = len(shares), shares[0]
     if q.shape[2] % world == 0 and k.shape[2] % world == 0:  # one copy, not one for each rank
         by_rank = ((x.unflatten(2, (world, -1)), of) for x, of in ((q, queries), (k, keys), (v, keys)))
-        return torch.cat([x[:, :, :, of].permute(2, 1, 0, 3, 4) for x, of in by_rank], dim=3).flatten()
+        return [x[:, :, :, of].permute(2, 1, 0, 3, 4) for x, of in by_rank], 3
     cut = ((q[:, :, queries], k[:, :, keys], v[:, :, keys]) for queries, keys in shares)
-    return torch.cat([tokens_first(*part).flatten() for part in cut])
+    return [tokens_first(*part).flatten() for part in cut], 0
 
 
 def _from_each(received: Tensor, batch: int, size: int, share: Share, each: int) -> tuple[Tensor, ...]:
@@ -149,7 +149,7 @@ def scatter_heads(
     own = shares[axis.rank]
     send = tuple(length * batch * _count(share) * size for share in shares)
     receive = tuple(each * batch * _count(own) * size for each in lengths)
-    received = exchange(_to_each(q, k, v, shares), send, receive, axis)
+    received = exchange(*_to_each(q, k, v, shares), send, receive, axis)
     return _from_each(received, batch, size, own, heads // k.shape[2])
 
 
@@ -160,7 +160,7 @@ def gather_heads(out: Tensor, heads: int, lengths: tuple[int, ...], axis: Axis) 
     send = tuple(each * batch * count * size for each in lengths)
     counts = [queries.stop - queries.start for queries, _ in _shares(heads, heads, axis.size)]
     receive = tuple(length * batch * each * size for each in counts)
-    received = exchange(out.transpose(0, 1).reshape(-1), send, receive, axis)
+    received = exchange([out.transpose(0, 1)], 0, send, receive, axis)
     parts = [part.view(length, batch, -1, size) for part in received.split(receive)]
     return torch.cat(parts, dim=2).transpose(0, 1)
 
@@ -213,7 +213,7 @@ def _in_groups(
         shares = parts[index]
         outgoing = [length * batch * _count(share) * size for share in shares]
         incoming = [tokens * batch * _count(shares[rank]) * size for tokens in lengths]
-        return send(_to_each(q, k, v, shares), outgoing, incoming, beside=index > 0)
+        return send(joined(*_to_each(q, k, v, shares)), outgoing, incoming, beside=index > 0)
 
     def send_back(outs: list[Tensor], indices: range, beside: bool) -> tuple[Callable[[], Tensor], list[int]]:
         count = sum(out.shape[2] for out in outs)

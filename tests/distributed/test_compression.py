@@ -49,7 +49,7 @@ def collectives_worker() -> dict:
         receive = tuple(unit * (axis.rank + 2) * (rank + 1) for rank in range(3))
         x = randn(sum(send), seed=axis.rank)
         results[name] = relative_l2(
-            collectives.exchange(x, send, receive, axis), collectives.exchange(x, send, receive, exact)
+            collectives.exchange([x], 0, send, receive, axis), collectives.exchange([x], 0, send, receive, exact)
         )
     sizes = (2, 5, 3)
     x = randn(sizes[axis.rank], 3, 11, seed=axis.rank)
