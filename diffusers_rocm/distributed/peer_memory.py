@@ -58,7 +58,8 @@ _shared = 0
 
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
 _library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Device device) -> Tensor")
-_library.define("fetch(Tensor place, int world, str group) -> Tensor")
+# By its name the compiler estimates how long it takes.
+_library.define("fetch_all_to_all(Tensor place, int world, str group) -> Tensor")
 _library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group) -> Tensor")
 _ours = torch.ops.diffusers_rocm
 
@@ -152,7 +153,7 @@ def _fetch(place: Tensor, world: int, group: str) -> Tensor:
 
 def _all_to_all(parts: list[Tensor], dim: int, world: int, group: str) -> Tensor:
     place = _ours.next_place(_joined_shape(parts, dim), group, dtype=parts[0].dtype, device=parts[0].device)
-    return _ours.fetch(torch.cat(parts, dim, out=place), world, group)
+    return _ours.fetch_all_to_all(torch.cat(parts, dim, out=place), world, group)
 
 
 def _joined_shape(parts: Sequence[Any], dim: int) -> list[Any]:
@@ -220,7 +221,7 @@ def _by_group(x: Tensor, world: int, group: str) -> Tensor:
 
 _library.impl("next_place", _next_place, "CompositeExplicitAutograd")
 for _device in ("CUDA", "CPU"):
-    _library.impl("fetch", _fetch, _device)
+    _library.impl("fetch_all_to_all", _fetch, _device)
     _library.impl("all_to_all_by_copies", _all_to_all, _device)
 
 
@@ -229,7 +230,7 @@ def _(shape, group, *, dtype, device):
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-@torch.library.register_fake("diffusers_rocm::fetch", lib=_library)
+@torch.library.register_fake("diffusers_rocm::fetch_all_to_all", lib=_library)
 def _(place, world, group):
     return torch.empty_like(place).view(-1)
 
@@ -266,7 +267,7 @@ def teach_compiler() -> bool:
             )
             into = ir.SliceView.create(place.data, dim, start, stop, clamp=False)
             ir.MutationLayoutSHOULDREMOVE.realize_into(copy, into, unsafe_alias=True)
-        received = ir._CollectiveKernel.create_out_of_place(_ours.fetch.default, place, world, group)
+        received = ir._CollectiveKernel.create_out_of_place(_ours.fetch_all_to_all.default, place, world, group)
         fetched[group] = received.get_name()
         return ir.TensorBox.create(received)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor
+from torch._inductor.comm_analysis import NCCL_COLL, get_collective_type_from_kernel_name
 
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_memory
@@ -201,7 +202,7 @@ def flux_worker(folder: str, compiled: bool) -> tuple[float, int, int]:
             outputs.append(config.get_output(model, steps[-1]))
         graph.remove()
     names = [event.name for event in profile.events()]
-    messages = names.count("diffusers_rocm::fetch")
+    messages = names.count("diffusers_rocm::fetch_all_to_all")
     return max(map(relative_l2, outputs, wanted)), messages, names.count("_c10d_functional::all_to_all_single")
 
 
@@ -253,6 +254,11 @@ class TestPeerMemory(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for answers in run_ranks(2, reach_worker, folder):
                 self.assertEqual(answers, [(True, 4), (False, 1), (False, 2), (False, 3)])
+
+    def test_how_long_it_takes_is_known(self):
+        """On GPUs alone the compiler asks."""
+        name = str(torch.ops.diffusers_rocm.fetch_all_to_all.default)
+        self.assertEqual(get_collective_type_from_kernel_name(name), NCCL_COLL.ALL_TO_ALL)
 
     @parameterized.expand([(False,), (True,)])
     def test_flux(self, compiled):
