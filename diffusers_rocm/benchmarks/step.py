@@ -27,6 +27,7 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.compression import COMMUNICATION, EXACT
 from ..distributed.mesh import AXES
+from ..distributed.peer_memory import forget_places
 from ..hooks.step_graph import WARM_UP, StepGraph
 from ..models._modeling_parallel import ParallelConfig
 from ..models.attention_dispatch import preference
@@ -359,6 +360,7 @@ class _Runner:
         return broadcast_from_first(torch.tensor(own), self._world).tolist()
 
     def _free(self) -> None:
+        forget_places()  # of this row's messages, which would count in the next one's peak
         gc.collect()
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
