@@ -83,7 +83,7 @@ def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
         return lambda: [time.sleep(late), *(into.copy_(x) for into, x in pairs)] and None
 
     memory = mock.Mock(empty=empty, rendezvous=rendezvous)
-    with mock.patch.multiple(peer_memory, symmetric=memory, copy_beside=copy_late):
+    with mock.patch.multiple(peer_memory, symmetric=memory, copy_beside=copy_late, _shared=0):
         yield
         forget_places()
 
