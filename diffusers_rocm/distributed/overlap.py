@@ -15,8 +15,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
 
-from . import peer_memory
-
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -40,8 +38,7 @@ class SplitProducts(CustomGraphPass):
                     _part_by_part(graph, product, dict(sorted(parts.items(), key=lambda part: waits[part[0]] == last)))
 
     def uuid(self) -> Any:
-        """Of all that compiled code, which torch keeps on disk, is made by."""
-        return get_hash_for_files((__file__, peer_memory.__file__))
+        return get_hash_for_files((__file__,))
 
 
 def _waits(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -11,6 +11,7 @@ was in the place that the next one takes.
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import logging
 import math
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +62,9 @@ _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
 _library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Device device) -> Tensor")
 # By its name the compiler estimates how long it takes.
 _library.define("fetch_all_to_all(Tensor place, int world, str group) -> Tensor")
-_library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group) -> Tensor")
+# Code that was compiled by this file is kept on disk, and is not that of another version.
+_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+_library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group, str version) -> Tensor")
 _ours = torch.ops.diffusers_rocm
 
 
@@ -96,10 +100,13 @@ def in_call_of_a_graph() -> bool:
     return _call is not None
 
 
-def forget_places() -> None:
-    """Let all places go, before process groups are."""
-    _places.clear()
-    _outgrown.clear()
+def forget_places(group: dist.ProcessGroup | None = None) -> None:
+    """Let the places of a group go, before itself does; of all groups by default."""
+    if group is None:
+        _places.clear()
+        _outgrown.clear()
+    else:
+        _places.pop(group.group_name, None)
 
 
 def held_bytes() -> int:
@@ -151,7 +158,7 @@ def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     return received
 
 
-def _all_to_all(parts: list[Tensor], dim: int, world: int, group: str) -> Tensor:
+def _all_to_all(parts: list[Tensor], dim: int, world: int, group: str, version: str) -> Tensor:
     place = _ours.next_place(_joined_shape(parts, dim), group, dtype=parts[0].dtype, device=parts[0].device)
     return _ours.fetch_all_to_all(torch.cat(parts, dim, out=place), world, group)
 
@@ -236,7 +243,7 @@ def _(place, world, group):
 
 
 @torch.library.register_fake("diffusers_rocm::all_to_all_by_copies", lib=_library)
-def _(parts, dim, world, group):
+def _(parts, dim, world, group, version):
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
@@ -250,7 +257,7 @@ def teach_compiler() -> bool:
     last: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
     @register_lowering(_ours.all_to_all_by_copies.default, type_promotion_kind=None)
-    def lower(parts: list[ir.TensorBox], dim: int, world: int, group: str) -> ir.TensorBox:
+    def lower(parts: list[ir.TensorBox], dim: int, world: int, group: str, version: str) -> ir.TensorBox:
         first, fetched = len(V.graph.operations), last.setdefault(V.graph, {})
         options = {"dtype": parts[0].get_dtype(), "device": parts[0].get_device()}
         shape = _joined_shape(parts, dim)
@@ -278,12 +285,13 @@ def exchange_by_copies(parts: list[Tensor], dim: int, world: int, group: dist.Pr
     """An all-to-all of equal parts, which goes by copies in a graph.
 
     Args:
-        parts: joined along `dim` they are [world, ...], or as many elements in that order: those for each rank.
+        parts: of one dtype; joined along `dim`, not negative, as many elements for each rank, in their order.
 
     Returns:
         [n], what came of each rank, in their order.
     """
-    return torch.ops._c10d_functional.wait_tensor(_ours.all_to_all_by_copies(parts, dim, world, group.group_name))
+    coming = _ours.all_to_all_by_copies(parts, dim, world, group.group_name, _VERSION)
+    return torch.ops._c10d_functional.wait_tensor(coming)
 
 
 def can_fetch(group: dist.ProcessGroup, device: torch.device, on_all: Callable[[bool], bool]) -> bool:

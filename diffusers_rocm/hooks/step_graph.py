@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
@@ -39,14 +40,19 @@ _graphs: "weakref.WeakSet[StepGraph]" = weakref.WeakSet()
 
 
 def wrap_destroy_process_group(original: Callable) -> Callable:
-    """A group waits for ever for graphs that captured its collectives: they go first."""
+    """A group waits for ever for graphs that captured its collectives: they go first.
+
+    Those of other groups stay. Ranks that are not of this one keep theirs, and all must replay alike.
+    """
 
     @functools.wraps(original)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        last = group is None or group == dist.group.WORLD
         for graph in _graphs:
-            graph.forget()
-        forget_places()
-        original(*args, **kwargs)
+            if last or graph.sends_over(group):
+                graph.forget()
+        forget_places(None if last else group)
+        original(group)
 
     return destroy_process_group
 
@@ -85,6 +91,11 @@ class StepGraph(AroundCall):
         self._kinds: list[_Kind] = []
         self._fixed: list[tuple[dict, str, Any, Where | None]] = []
         self._pool = None
+
+    def sends_over(self, group: dist.ProcessGroup) -> bool:
+        """Whether the model's messages may go by a group."""
+        parallelism = getattr(self._module, "parallelism", None)
+        return parallelism is not None and any(axis.group == group for axis in vars(parallelism.axes).values())
 
     def remove(self) -> None:
         self.forget()

@@ -5,6 +5,7 @@ import tempfile
 import time
 import unittest
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from torch._inductor.comm_analysis import NCCL_COLL, get_collective_type_from_ke
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_memory
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.collectives import all_gather_int64
+from diffusers_rocm.distributed.collectives import all_gather_int64, exchange
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.distributed.peer_memory import (
     call_of_a_graph,
@@ -103,7 +104,7 @@ def exchange_worker(folder: str) -> dict[str, Any]:
         sent = [randn(axis.size, part, seed=seed * axis.size + rank) for rank in range(axis.size)]
         x, wanted = sent[axis.rank].flatten(), torch.cat([each[axis.rank] for each in sent])
         time.sleep(0.02 * (axis.rank == seed % axis.size))
-        return torch.ops.diffusers_rocm.all_to_all_by_copies([x], 0, axis.size, axis.group.group_name), wanted
+        return torch.ops.diffusers_rocm.all_to_all_by_copies([x], 0, axis.size, axis.group.group_name, ""), wanted
 
     def right(at_once: Sequence[int] = AT_ONCE) -> bool:
         parts, answers = iter(PARTS), []
@@ -174,6 +175,33 @@ def reach_worker(folder: str) -> list[tuple[bool, int]]:
     return answers
 
 
+def ways_worker(folder: str) -> dict[str, tuple[bool, int]]:
+    """Whether what is exchanged is what comes by the process group, and how many messages are fetched by copies."""
+    plain, found = Axis.of_all(), {}
+    reached = replace(plain, peer_memory=True)
+    x = randn(2, 6, seed=plain.rank)
+    low, trained = x.to(torch.bfloat16), randn(2, 6, seed=plain.rank).requires_grad_()
+    ways = {
+        "equal": ([x, 2 * x], 1, ((12, 12), (12, 12)), {}),
+        "of other sizes": ([x[0, : 3 + plain.rank], x[1]], 0, ((3, 6), (4, 6)), {}),
+        "sent alike": ([x[:, : 3 + plain.rank]], 0, ((3, 3), (4, 4)), {}),
+        "of other dtypes": ([low, x], 1, ((12, 12), (12, 12)), {}),
+        "in 8 bits": ([x], 0, ((6, 6), (6, 6)), {"communication": "int8"}),
+        "trained": ([trained, x], 1, ((12, 12), (12, 12)), {}),
+    }
+    with mapped_memory(folder):
+        for name, (parts, dim, sent, how) in ways.items():
+            send, receive = sent[plain.rank], tuple(each[plain.rank] for each in sent)
+            wanted = exchange(parts, dim, send, receive, replace(plain, **how))
+            for captured in (False, True):
+                with call_of_a_graph(captured), torch.profiler.profile() as profile:
+                    answer = exchange(parts, dim, send, receive, replace(reached, **how))
+            fetched = [event.name for event in profile.events()].count("diffusers_rocm::fetch_all_to_all")
+            equal = torch.equal(answer, wanted) and answer.requires_grad == wanted.requires_grad
+            found[name] = equal and answer.dtype == wanted.dtype, fetched
+    return found
+
+
 SIDE = 12
 
 
@@ -185,13 +213,13 @@ def compiled_worker(folder: str) -> list[float]:
     teach_compiler()
 
     def two_messages(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        first = exchange_by_copies([2 * x, x.sin()], 1, axis.size, axis.group)
+        first = exchange_by_copies([2 * x[:, :1], x[:, 1:], x.sin()], 1, axis.size, axis.group)
         product = first.view(SIDE, SIDE) @ weight
         second = exchange_by_copies([x + 1, x.cos()], 1, axis.size, axis.group)
         return product @ weight, second
 
     def wanted(given: list[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
-        first = torch.cat([torch.cat([2 * x, x.sin()], 1)[axis.rank].flatten() for x in given])
+        first = torch.cat([torch.cat([2 * x[:, :1], x[:, 1:], x.sin()], 1)[axis.rank].flatten() for x in given])
         second = torch.cat([torch.cat([x + 1, x.cos()], 1)[axis.rank].flatten() for x in given])
         return first.view(SIDE, SIDE) @ weight @ weight, second
 
@@ -207,6 +235,9 @@ def compiled_worker(folder: str) -> list[float]:
     return found
 
 
+BY_COPIES = "diffusers_rocm::all_to_all_by_copies"
+
+
 class Replayed(Recorder):
     """What it replays goes by copies, as what was captured."""
 
@@ -219,9 +250,9 @@ class Replayed(Recorder):
 
 
 @torch.no_grad()
-def flux_worker(folder: str, compiled: bool) -> tuple[float, int, int]:
-    """The largest error of FLUX as a graph over ranks that reach each other's memory, the messages of a replay, and
-    those that go by the process group."""
+def flux_worker(folder: str, compiled: bool) -> tuple[float, list[int]]:
+    """The largest error of FLUX as a graph over ranks that reach each other's memory; of a replay the messages
+    that are fetched, those that go by the process group, and those that are not made where they are fetched."""
     config = Even()
     model, steps = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 2)
     wanted = [config.get_output(model, each) for each in steps]
@@ -237,8 +268,8 @@ def flux_worker(folder: str, compiled: bool) -> tuple[float, int, int]:
             outputs.append(config.get_output(model, steps[-1]))
         graph.remove()
     names = [event.name for event in profile.events()]
-    messages = names.count("diffusers_rocm::fetch_all_to_all")
-    return max(map(relative_l2, outputs, wanted)), messages, names.count("_c10d_functional::all_to_all_single")
+    kinds = "diffusers_rocm::fetch_all_to_all", "_c10d_functional::all_to_all_single", BY_COPIES
+    return max(map(relative_l2, outputs, wanted)), [names.count(kind) for kind in kinds]
 
 
 @torch.no_grad()
@@ -285,6 +316,12 @@ class TestPeerMemory(unittest.TestCase):
                     },
                 )
 
+    def test_what_goes_by_copies(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(2, ways_worker, folder):
+                self.assertEqual(found.pop("equal"), (True, 1))
+                self.assertEqual(set(found.values()), {(True, 0)}, found)
+
     def test_compiled(self):
         with tempfile.TemporaryDirectory() as folder:
             for found in run_ranks(2, compiled_worker, folder):
@@ -303,9 +340,9 @@ class TestPeerMemory(unittest.TestCase):
     @parameterized.expand([(False,), (True,)])
     def test_flux(self, compiled):
         with tempfile.TemporaryDirectory() as folder:
-            for error, messages, by_group in run_ranks(2, flux_worker, folder, compiled):
+            for error, messages in run_ranks(2, flux_worker, folder, compiled):
                 self.assertLessEqual(error, FLOAT32_BAR)
-                self.assertEqual((messages, by_group), (8, 0))  # two of each block
+                self.assertEqual(messages, [8, 0, 0 if compiled else 8])  # two of each block
 
     @parameterized.expand([(False,), (True,)])
     @require_torch_multi_accelerator

@@ -1,6 +1,7 @@
 """A step as a graph: emulated where there is no GPU, by a capture that keeps the call and its inputs."""
 
 import itertools
+import math
 import unittest
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.hooks import step_graph
-from diffusers_rocm.hooks.step_graph import KEPT, WARM_UP, StepGraph
+from diffusers_rocm.hooks.step_graph import KEPT, WARM_UP, StepGraph, wrap_destroy_process_group
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ..models.testing_utils.common import randn
@@ -195,9 +196,14 @@ def pipeline_worker(degrees: dict[str, int]) -> tuple[float, int]:
     with emulated() as recorder, mock.patch.object(torch.cuda, "is_available", lambda: True):
         pipe = load_pipeline(EMBEDDED_MODEL, ParallelConfig(**degrees), graph=True, device="cpu")
         error = relative_l2(pictures(pipe), wanted)
-    graph = pipe.transformer.around_call[0]
+    graph, groups = pipe.transformer.around_call[0], torch.distributed
     assert graph._kinds
-    torch.distributed.destroy_process_group()
+    groups.destroy_process_group(groups.new_group())
+    assert graph._kinds  # other ranks may not be in that group, and keep theirs
+    wrap_destroy_process_group(lambda _: None)(pipe.transformer.parallelism.axes.tp.group)
+    assert not graph._kinds
+    graph._kinds = ["another"]
+    groups.destroy_process_group()
     assert not graph._kinds  # it would wait for them for ever
     return error, recorder.captures
 
@@ -227,9 +233,9 @@ class TestStepGraph(unittest.TestCase):
         for captures, trained in run_ranks(2, gradients_worker):
             assert captures == 0 and trained
 
-    @parameterized.expand([({"tp": 2},), ({"cfg": 2},)])
+    @parameterized.expand([({"tp": 2},), ({"cfg": 2, "tp": 2},)])
     def test_pipeline(self, degrees):
-        for error, captures in run_ranks(2, pipeline_worker, degrees):
+        for error, captures in run_ranks(math.prod(degrees.values()), pipeline_worker, degrees):
             # Both branches of guidance have prompts of one length.
             assert error <= FLOAT32_BAR and captures == 1, (error, captures)
 
