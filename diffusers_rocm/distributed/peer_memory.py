@@ -131,13 +131,10 @@ def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device:
 def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have laid for this one where `_next_place` told them."""
     x = place.view(-1)
-    if _call is None:
-        return _by_group(x, world, group)
-    if not _call.captured:
+    if _call is not None and not _call.captured:
         index = _next_index(group)
         _make_room(_places.setdefault(group, []), index, x, group)
         _call.turn[group] = index
-        return _by_group(x, world, group)
     reached = _reached(x.nbytes, group)
     if reached is None:
         return _by_group(x, world, group)
