@@ -132,9 +132,8 @@ def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have laid for this one where `_next_place` told them."""
     x = place.view(-1)
     if _call is not None and not _call.captured:
-        index = _next_index(group)
-        _make_room(_places.setdefault(group, []), index, x, group)
-        _call.turn[group] = index
+        _make_room(x, group)
+        _call.turn[group] = _next_index(group)
     reached = _reached(x.nbytes, group)
     if reached is None:
         return _by_group(x, world, group)
@@ -170,22 +169,26 @@ def _next_index(group: str) -> int:
     return 1 - _call.turn.get(group, 1)
 
 
+def _next_room(size: int, group: str) -> _Place | None:
+    """The place that the next message takes, if it has `size` bytes."""
+    places, index = _places.get(group, []), _next_index(group)
+    return places[index] if index < len(places) and places[index].bytes.numel() >= size else None
+
+
 def _reached(size: int, group: str) -> _Place | None:
-    """The place of the next message of a captured call, if it has `size` bytes."""
-    if _call is None or not _call.captured:
-        return None
-    place = next(iter(_places.get(group, [])[_next_index(group) :]), None)
-    return place if place is not None and place.bytes.numel() >= size else None
+    """The same, in a captured call."""
+    return _next_room(size, group) if _call is not None and _call.captured else None
 
 
 def _meet(place: _Place, group: dist.ProcessGroup, device: torch.device) -> None:
     place.memory.barrier(channel=0, timeout_ms=_timeout(group, device))
 
 
-def _make_room(places: list[_Place], index: int, x: Tensor, group: str) -> None:
-    """A place for a message as large as `x`, which all ranks of the group make, or none."""
-    if index < len(places) and places[index].bytes.numel() >= x.nbytes:
+def _make_room(x: Tensor, group: str) -> None:
+    """A place for the next message, as large as `x`, which all ranks of the group make, or none."""
+    if _next_room(x.nbytes, group) is not None:
         return
+    places, index = _places.setdefault(group, []), _next_index(group)
     grows = index < len(places)  # by a quarter more, so that it seldom does
     made = symmetric.empty(x.nbytes + grows * (x.nbytes // 64) * 16, dtype=torch.uint8, device=x.device)
     memory = _share(made, dist.distributed_c10d._resolve_process_group(group))

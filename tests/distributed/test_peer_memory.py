@@ -207,8 +207,8 @@ SIDE = 12
 
 @torch.no_grad()
 def compiled_worker(folder: str) -> list[float]:
-    """Errors of calls of compiled code: of two messages that do not need each other, and of a
-    product as large as a message, for which the compiler wants memory; the first rank fetches late."""
+    """Errors of calls of compiled code: of two messages that do not need each other, and of a product as large as a
+    message, for which the compiler wants memory; the first rank fetches late."""
     axis = Axis.of_all()
     teach_compiler()
 
