@@ -37,15 +37,13 @@ def source(command: str, versions: dict[str, str], files: str) -> str:
     )
 
 
-def modes_table(name: str, modes: tuple[str, ...] = ()) -> str:
-    """All modes of a run of bench_transformer.py, or the ones named."""
+def modes_table(name: str) -> str:
+    """All modes of a run of bench_transformer.py."""
     run = read(name)
     has_error = "error" in run["rows"][0]
     lines = ["| mode | ms a step | over one GPU in the same mode | peak GiB a rank |" + " error |" * has_error]
     lines.append("|---|---|---|---|" + "---|" * has_error)
     for row in run["rows"]:
-        if modes and row["mode"] not in modes:
-            continue
         line = f"| `{row['mode']}` | {row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak_gib']):.2f} |"
         lines.append(line + (f" {row['error']:.2e} |" if has_error else ""))
     return "\n".join([*lines, "", source(run["command"], run["versions"], name)])
@@ -241,45 +239,49 @@ def alone(name: str) -> str:
 
 def kernels(*names: str) -> str:
     """Where the time of a step of several ranks goes, of one run or more."""
-    columns = "ms a step", "products", "attention", "other", "nothing computed", "messages"
+    computing = "products", "attention", "other", "nothing computed"
+    columns = "ms a step", *computing, "messages", "waiting", "hidden of both"
     lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     ran = []
     for name in names:
         run = read(name)
-        how = run["command"].partition(" --wait ")[2].split()[:1]
+        how = re.findall(r"--wait (\S+)", run["command"])
+        how += [f"{side}x{side}" for side in re.findall(r"--resolution (\d+)", run["command"])]
+        how += ["by the process group"] * ("--process-group" in run["command"])
         for row in run["rows"]:
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
-            cells = [row["ms"], *computed, row["ms"] - sum(computed), row["messages"]]
+            cells = [row["ms"], *computed, row["ms"] - sum(computed)]
+            cells += [row["messages"], row.get("waiting", 0.0), row["hidden"]]
             lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
         ran.append(source(run["command"], run["versions"], name))
     return "\n".join([*lines, "", *ran])
 
 
-# What was aimed at on 4 H200: of which run, in which modes, by which of its rows, and how far.
-P2P_OFF = "step_flux_4xh200_p2p_off", "step_flux_graphs_4xh200_p2p_off"
+# What was aimed at: of which runs, of those that a machine has, by which rows, and how far over one rank.
+P2P_OFF = "step_flux_{}_p2p_off", "step_flux_graphs_{}_p2p_off"
 AIMS = (
-    ("1024x1024, exact, compiled", ("step_flux_graphs_4xh200",), "", 3.3),
-    ("1024x1024, `tp=4`, compiled", ("step_flux_graphs_4xh200",), "tp=4", 2.9),
-    ("1024x1024, `tp=2,ulysses=2`, compiled", ("step_flux_graphs_4xh200",), "tp=2,ulysses=2", 2.9),
-    ("1024x1024, exact, not compiled", ("step_flux_eager_graphs_4xh200",), "", 2.9),
-    ("2048x2048, exact, compiled", ("step_flux_2048_graphs_4xh200",), "", 3.7),
+    ("1024x1024, exact, compiled", ("step_flux_graphs_{}",), "", 3.3),
+    ("1024x1024, `tp=4`, compiled", ("step_flux_graphs_{}",), "tp=4", 2.9),
+    ("1024x1024, `tp=2,ulysses=2`, compiled", ("step_flux_graphs_{}",), "tp=2,ulysses=2", 2.9),
+    ("1024x1024, exact, not compiled", ("step_flux_eager_graphs_{}",), "", 2.9),
+    ("2048x2048, exact, compiled", ("step_flux_2048_graphs_{}",), "", 3.7),
     ("1024x1024, P2P off, exact", P2P_OFF, "", 1.8),
     ("1024x1024, P2P off, Ulysses in 8 bits", P2P_OFF, "ulysses=4,8 bits", 2.2),
     ("1024x1024, P2P off, `tp=4` in 8 bits", P2P_OFF, "tp=4,8 bits", 1.4),
 )
 # The ring's time over that of diffusers' ring, of the same run.
 RING_AIMS = (
-    ("66,048 tokens, NVLink", "step_flux_65k_4xh200", 0.95),
-    ("66,048 tokens, P2P off", "step_flux_65k_4xh200_p2p_off", 0.7),
+    ("66,048 tokens, NVLink", "step_flux_65k_{}", 0.95),
+    ("66,048 tokens, P2P off", "step_flux_65k_{}_p2p_off", 0.7),
 )
 EIGHT_BITS = re.compile("int8|float8")
 
 
-def aims() -> str:
+def aims(machine: str) -> str:
     """The best of ours and the best of the others, over one rank in the same mode, beside what was aimed at."""
     lines = ["| over one GPU in the same mode | aim | ours | best of the others |", "|---|---|---|---|"]
     for shown, files, mesh, aim in AIMS:
-        rows = [row for name in files for row in had(name)]
+        rows = [row for name in files for row in had(name.format(machine))]
         best = []
         for whose in (("",), ("diffusers", "cache-dit")):
             of = [row for row in rows if row["name"].rpartition(" ")[0] in whose and row["name"] != "one rank"]
@@ -298,18 +300,22 @@ def aims() -> str:
         "|---|---|---|---|",
     ]
     for shown, file, aim in RING_AIMS:
-        rows = {row["name"]: row for row in had(file)}
+        rows = {row["name"]: row for row in had(file.format(machine))}
         theirs = rows["diffusers ring=4"]
         ours = min((rows[name] for name in rows if name.startswith("ring=4")), key=lambda row: row["ms"])
         ratio = f"{ours['ms'] / theirs['ms']:.3f} (`{ours['name']}`)"
         memory = " and ".join(f"{max(row['peak']) / 2**30:.2f}" for row in (ours, theirs))
         lines.append(f"| {shown} | {aim} | {ratio} | {memory} |")
-    return "\n".join(lines)
+    patterns = dict.fromkeys(name for _, of, *_ in AIMS for name in of) | dict.fromkeys(of for _, of, _ in RING_AIMS)
+    files = [file for name in patterns if (file := RUNS / f"{name.format(machine)}.json").exists()]
+    gpus = {gpu["name"] for file in files for gpu in read(file.stem)["environment"]["gpus"]}
+    named = ", ".join(f"`{file.name}`" for file in files)
+    return "\n".join([*lines, "", f"4 x {', '.join(gpus)}, by the commands in {named} (`docs/benchmarks/`)."])
 
 
 def had(name: str) -> list[dict]:
-    """The rows of a run that have times."""
-    return [row for row in read(name)["rows"] if not row["note"]]
+    """The rows of a run that have times; none of one that there is not."""
+    return [row for row in read(name)["rows"] if not row["note"]] if (RUNS / f"{name}.json").exists() else []
 
 
 def fits(name: str, mesh: str) -> bool:
@@ -333,10 +339,8 @@ def guard() -> str:
     return "\n".join([*lines, "", *ran])
 
 
-SHORT = ("single", "diffusers-tp", "tp", "single+c", "diffusers-tp+c", "tp+c")
 TABLES = {
     "flux_tp4": lambda: modes_table("flux_tp4_4xh200"),
-    "flux_tp4_short": lambda: modes_table("flux_tp4_4xh200", SHORT),
     "flux_bytes": flux_bytes,
     "collectives": collectives,
     "features": features,
@@ -355,19 +359,20 @@ TABLES = {
     "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
     "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
     "kernels_wait_p2p_off": lambda: kernels("kernels_wait_at_once_4xh200_p2p_off", "kernels_wait_late_4xh200_p2p_off"),
-    "aims": aims,
-    "kernels_copies": lambda: kernels("kernels_copies_4xh200"),
-    "step_flux_graphs_4xh200": lambda: steps("step_flux_graphs_4xh200"),
+    "aims_4xh100": lambda: aims("4xh100"),
+    "aims_4xh200": lambda: aims("4xh200"),
+    "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
+    "step_flux_graphs_4xh100": lambda: steps("step_flux_graphs_4xh100"),
+    "step_flux_graphs_4xh100_p2p_off": lambda: steps("step_flux_graphs_4xh100_p2p_off"),
+    "step_flux_2048_graphs_4xh100": lambda: steps("step_flux_2048_graphs_4xh100"),
+    "step_flux_eager_graphs_4xh100": lambda: steps("step_flux_eager_graphs_4xh100"),
+    "step_flux_65k_4xh100": lambda: steps("step_flux_65k_4xh100"),
+    "step_flux_65k_4xh100_p2p_off": lambda: steps("step_flux_65k_4xh100_p2p_off"),
     "step_flux_4xh200": lambda: steps("step_flux_4xh200", ("compile",)),
-    "step_flux_eager_graphs_4xh200": lambda: steps("step_flux_eager_graphs_4xh200"),
     "step_flux_eager_4xh200": lambda: steps("step_flux_eager_4xh200", ("eager",)),
-    "step_flux_2048_graphs_4xh200": lambda: steps("step_flux_2048_graphs_4xh200"),
     "step_flux_2048_4xh200": lambda: steps("step_flux_2048_4xh200", ("compile",)),
-    "step_flux_65k_4xh200": lambda: steps("step_flux_65k_4xh200"),
-    "step_flux_65k_4xh200_p2p_off": lambda: steps("step_flux_65k_4xh200_p2p_off"),
     "step_hunyuan_video_4xh200": lambda: steps("step_hunyuan_video_4xh200"),
     "step_flux_4xh200_p2p_off": lambda: steps("step_flux_4xh200_p2p_off"),
-    "step_flux_graphs_4xh200_p2p_off": lambda: steps("step_flux_graphs_4xh200_p2p_off"),
     "step_flux_2xh100": lambda: steps("step_flux_2xh100"),
     "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
     "step_flux_graphs": lambda: steps("step_flux_graphs_2xh100"),
