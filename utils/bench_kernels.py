@@ -8,9 +8,10 @@ no time, since torch's fake process group does nothing. So a row has no communic
 what a step of the real mesh takes longer is theirs, and a quarter of one rank's time is what this computing would be
 if all of it were split over four. What comes out means nothing there.
 
-A kernel of NCCL ends when all ranks have come to it. So a message is what it takes the rank that comes last to it, and
-the rest is waiting; hidden, what of both has another kernel beside it. Kernels are told apart by their names. The rows
-are the first rank's. Random bf16 weights. A mesh whose answer is not one rank's is called wrong, and not timed.
+A kernel of NCCL, and one in which ranks meet, ends when all have come to it. So of these a message is what it takes
+the rank that comes last, and the rest is waiting; a copy out of another rank's memory waits for nobody. Hidden is what
+of both has another kernel beside it. Kernels are told apart by their names. The rows are the first rank's. Random bf16
+weights. A mesh whose answer is not one rank's is called wrong, and not timed.
 """
 
 import argparse
@@ -43,7 +44,8 @@ from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
 
 # Parts of the names that kernels of NVIDIA's libraries have; the compiler's are named by all that they do.
 KINDS = {
-    "messages": ("nccl", "memcpy ptop", "barrier_kernel"),
+    "meetings": ("nccl", "barrier_kernel"),
+    "copies": ("memcpy ptop",),
     "other": ("triton_",),
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matmul": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),
@@ -160,14 +162,16 @@ def by_kind(profile: torch.profiler.profile, world: Axis) -> dict[str, float]:
             kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
             spans[kind].append((event.time_range.start, event.time_range.end))
     found = {kind: sum(stop - start for start, stop in of) / 1000 for kind, of in spans.items()}
-    messages = sorted(spans.pop("messages"))
-    counts = all_gather_int64(torch.tensor([len(messages)]), world)
+    meetings = sorted(spans.pop("meetings"))
+    messages = [*meetings, *spans.pop("copies")]
+    own, copies = found.pop("meetings"), found.pop("copies")
+    counts = all_gather_int64(torch.tensor([len(meetings)]), world)
     assert counts.min() == counts.max(), counts
-    if messages and world.size > 1:
-        taken = torch.tensor([round(1000 * (stop - start)) for start, stop in messages])  # ns
-        found["waiting"] = found["messages"]
-        found["messages"] = all_gather_int64(taken, world).amin(dim=0).sum().item() / 1e6
-        found["waiting"] -= found["messages"]
+    of_the_last = 0.0
+    if meetings:
+        taken = torch.tensor([round(1000 * (stop - start)) for start, stop in meetings])  # ns
+        of_the_last = all_gather_int64(taken, world).amin(dim=0).sum().item() / 1e6
+    found |= {"messages": copies + of_the_last, "waiting": own - of_the_last}
     computing = covered(itertools.chain.from_iterable(spans.values()))
     found["hidden"] = (covered(messages) + computing - covered([*messages, *itertools.chain(*spans.values())])) / 1000
     return found

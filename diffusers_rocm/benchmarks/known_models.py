@@ -258,8 +258,11 @@ def cannot_be_had(name: str, config: Mapping[str, Any], error: Exception) -> Val
 def made(known: KnownModel, config: Mapping[str, Any]) -> ModelMixin:
     """The model without its weights. Raises ValueError where its class takes no such config, or makes no blocks."""
     try:
-        if any(name.startswith("num_") and isinstance(value, int) and value < 0 for name, value in config.items()):
+        numbers = {name: value for name, value in config.items() if isinstance(value, int)}
+        if any(name.startswith("num_") and value < 0 for name, value in numbers.items()):
             raise ValueError("fewer than none")
+        if any("heads" in name and value == 0 for name, value in numbers.items()):
+            raise ValueError("no heads are left")
         with init_empty_weights(include_buffers=False):
             model = getattr(diffusers, known.cls)(**{**known.config, **config}).eval()
         if count_blocks(model) == 0:

@@ -19,7 +19,8 @@ def where(environment: Mapping[str, Any], world: int, device: str | None) -> str
     """On which machine, with which versions, and how its GPUs are linked."""
     gpus, packages = [gpu["name"] for gpu in environment["gpus"]], environment["packages"]
     ranks = f"{world} x {gpus[0]}" if gpus and device != "cpu" else f"{world} rank(s) on CPU"
-    versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers", "diffusers_rocm") if name in packages]
+    names = "torch", "diffusers", "cache-dit", "diffusers_rocm"
+    versions = [f"{name} {packages[name]}" for name in names if name in packages]
     settings = [
         f"{name}={value}" for name, value in environment["environment"].items() if name.startswith(("NCCL", "RCCL"))
     ]

@@ -17,6 +17,7 @@ from ..benchmarks.known_models import KNOWN_MODELS, made
 from ..benchmarks.report import bars, header, how, rows_json, table
 from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
 from ..distributed import is_first_rank
+from ..distributed.collectives import COMPRESSED_FROM
 from ..distributed.launching import under_torchrun
 from ..distributed.root_cause import record, unsuccessful
 from . import env
@@ -56,7 +57,8 @@ def add_parser(subparsers) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="tp=4 ring=2,ulysses=2 tp=4,int8 ...; default: all GPUs by each of tp, ulysses and ring",
+        help="tp=4 ring=2,ulysses=2 tp=4,int8 ...; default: all GPUs by each of tp, ulysses and ring; of int8, sums "
+        f"of fewer than {COMPRESSED_FROM} elements stay exact",
     )
     several = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--mode", choices=MODES, help="each mesh in each of these; default: eager", **several)

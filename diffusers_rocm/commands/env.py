@@ -1,6 +1,7 @@
 """`diffusers-rocm env`: what this machine and its libraries are, made to be pasted into an issue."""
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -8,6 +9,7 @@ import platform
 import re
 import shutil
 import subprocess
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,9 @@ def collect() -> dict[str, Any]:
     """What is known without a process group; nothing of it names the user or the machine."""
     build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return {
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "packages": packages(),
+        "sources": sources(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "torch build": build if torch.version.hip or torch.version.cuda else "CPU only",
@@ -80,6 +84,14 @@ def packages() -> dict[str, str]:
     """Versions of what is installed."""
     found = {name: version for name in PACKAGES if (version := _version(name))}
     return {"diffusers_rocm": __version__, "torch": torch.__version__} | found
+
+
+def sources() -> str:
+    """By which two runs are known to be of the same code: a hash of this package's files."""
+    root, found = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root).as_posix()} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()[:12]
 
 
 def settings() -> dict[str, str]:

@@ -82,7 +82,10 @@ class GenerationRequest:
 
 
 def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axes]:
-    """The parallel pipeline on this rank's device."""
+    """The parallel pipeline on this rank's device; the first rank shows how far it is."""
+    if not is_first_rank():
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     if request.dtype != "auto":
         dtype = getattr(torch, request.dtype)
@@ -208,9 +211,6 @@ def generate(request: GenerationRequest) -> list[Path]:
     started, begun = time.perf_counter(), float(os.environ.get("DIFFUSERS_ROCM_STARTED", time.time()))
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
     first = is_first_rank()
-    if not first:
-        diffusers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.disable_progress_bar()
     pipe, axes = load(request, device)
     arguments = call_arguments(type(pipe), request)
     # Left to chance, and the same when the ranks of a run are started anew.

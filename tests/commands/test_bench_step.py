@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import diffusers
@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
-from diffusers_rocm.benchmarks.comm import Collective, measure_comm
+from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, measure_comm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, bar_of, measure_step, parse_mesh
 from diffusers_rocm.models import attention_parallel
+from diffusers_rocm.models.attention_kernels import Platform
 from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 
 from ..testing_utils import run_ranks, slow
@@ -195,8 +196,29 @@ def order_worker() -> tuple[list[str], list[int]]:
     return order, before
 
 
-def comm_worker(mesh: str) -> list[Collective]:
-    return measure_comm(request(mesh))
+def compiled_worker() -> tuple[list[str], int]:
+    """In which mode of each row blocks were compiled, and for which places were let go."""
+    compiled, rows = [], []
+    run = step._Runner.run
+
+    def noted(runner, row):
+        rows.append(row.mode)
+        run(runner, row)
+
+    def compile_repeated_blocks(model, **options):
+        compiled.append(f"{len(rows)} {rows[-1]} {options['fullgraph']}")
+
+    with mock.patch.object(step._Runner, "run", noted), mock.patch.object(step, "forget_places") as forgotten:
+        with mock.patch.object(diffusers.ModelMixin, "compile_repeated_blocks", compile_repeated_blocks):
+            measure_step(request("tp=2", modes=("eager", "compile"), rounds=1))
+    return compiled, forgotten.call_count
+
+
+def comm_worker(mesh: str) -> tuple[list[Collective], set[float]]:
+    """As measured, and the microseconds of each where every measurement is 10 ms."""
+    with mock.patch.object(step.Clock, "milliseconds", lambda *_: 10.0):
+        same = {x for each in measure_comm(request(mesh)) for x in each.microseconds}
+    return measure_comm(request(mesh)), same
 
 
 def buffers_worker(blocks: int) -> int:
@@ -310,6 +332,32 @@ class TestBenchStep(unittest.TestCase):
         for order, before in run_ranks(2, order_worker):
             assert order == rows + rows[2:] + rows[:2] and before == [3] * 8, (order, before)
 
+    def test_a_mode_is_what_it_is_called(self):
+        for compiled, forgotten in run_ranks(2, compiled_worker):
+            assert compiled == ["3 compile True", "4 compile True"] and forgotten == 4, (compiled, forgotten)
+
+    def test_how_diffusers_is_asked(self):
+        def asked(mesh: str) -> tuple[object, list]:
+            model = mock.Mock(device=torch.device("cuda"))
+            with mock.patch.object(step, "platform_of", lambda _: Platform("cuda", (9, 0))):
+                step._enable_diffusers(model, parse_mesh(mesh))
+            return model.enable_parallelism.call_args.kwargs["config"], model.set_attention_backend.call_args_list
+
+        config, backends = asked("ring=2,ulysses=3")
+        assert (config.ring_degree, config.ulysses_degree) == (2, 3) and backends == [mock.call("_native_cudnn")]
+        config, backends = asked("ulysses=3")
+        assert (config.ring_degree, config.ulysses_degree, backends) == (1, 3, [])
+        if hasattr(diffusers, "TensorParallelConfig"):
+            config, backends = asked("tp=4")
+            assert (config.tp_degree, backends) == (4, [])
+        with pytest.raises(ValueError, match="has no tp x ulysses"):
+            asked("tp=2,ulysses=2")
+
+    def test_how_far_a_row_may_be_from_float32(self):
+        runner = SimpleNamespace(_from_float32={"eager": 0.01}, _blocks=1, _dtype=torch.bfloat16)
+        bars = {name: step._Runner._bar(runner, Row(name, "eager")) for name in (ONE, "tp=2", "tp=2,int8")}
+        assert bars == {ONE: 0.02, "tp=2": 0.0125, "tp=2,int8": 0.015}, bars
+
     def test_no_room_while_steps_are_timed(self):
         """Costs that row alone."""
         for rows in run_ranks(2, no_room_worker):
@@ -321,7 +369,8 @@ class TestBenchStep(unittest.TestCase):
 
     @parameterized.expand([("tp=2",), ("ulysses=2",)])
     def test_comm(self, mesh):
-        for found in run_ranks(2, comm_worker, mesh):
+        for found, same in run_ranks(2, comm_worker, mesh):
+            assert same == {10e3 / IN_A_ROW}
             calls = {"all-reduce": 0, "all-to-all": 0, "all-gather": 0}
             for each in found:
                 calls[each.name] += each.calls
@@ -363,15 +412,17 @@ class TestBenchStep(unittest.TestCase):
         matrix = "$ nvidia-smi topo -m\nGPU0\tGPU1\nGPU0\t X \tNV18"
         environment = {
             "gpus": [{"name": "H100"}] * 2,
-            "packages": {"torch": "2.11"},
+            "packages": {"torch": "2.11", "cache-dit": "1.5"},
             "torch build": "CUDA 13.0",
             "collectives": ["NCCL 2.28.9"],
             "environment": {"NCCL_P2P_DISABLE": "1", "CUDA_PATH": "x"},
             "topology": f"{matrix}\n\nLegend:\n  X = Self",
         }
         on_gpus = header(request("tp=2", device=None), environment, 2)
-        assert on_gpus.endswith(f"\n2 x H100, CUDA 13.0, NCCL 2.28.9, torch 2.11, NCCL_P2P_DISABLE=1\n{matrix}")
-        assert header(request("tp=2"), environment, 2).endswith("torch 2.11, NCCL_P2P_DISABLE=1")
+        assert on_gpus.endswith(
+            f"\n2 x H100, CUDA 13.0, NCCL 2.28.9, torch 2.11, cache-dit 1.5, NCCL_P2P_DISABLE=1\n{matrix}"
+        )
+        assert header(request("tp=2"), environment, 2).endswith("torch 2.11, cache-dit 1.5, NCCL_P2P_DISABLE=1")
 
     def test_speedups(self):
         """Over one rank in the same mode; nothing where there is none."""
@@ -451,6 +502,7 @@ class TestBenchStep(unittest.TestCase):
                 ["--mesh", "tp=2", "--config", "num_layers=0", "num_single_layers=0"],
                 "num_layers=0, num_single_layers=0: ValueError: no blocks are left",
             ),
+            ("no heads", ["--mesh", "tp=2", "--config", "num_attention_heads=0"], "ValueError: no heads are left"),
             ("memory", ["--mesh", "tp=64"], "64 ranks of 47.6 GB each, and this machine has"),
             ("peer", ["--mesh", "tp=1", *FEW, "--compare", "diffusers"], "--compare diffusers needs GPUs"),
             ("none", [], "there are no GPUs to take all of: give --mesh tp=2"),

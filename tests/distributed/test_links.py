@@ -1,6 +1,7 @@
 """Which links are slow is measured when a model is enabled, and known to its attention."""
 
 import unittest
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -69,6 +70,24 @@ class TestLinks(unittest.TestCase):
     def test_one_rank_has_none(self):
         assert not links_are_slow(Axis.single("ulysses"))
         assert not reaches_memory(Axis.single("ulysses"))
+
+    def test_whose_memory_is_reached(self):
+        """That of NVIDIA's GPUs of one host, of which no two ranks have the same, and each reaches the others."""
+
+        def reached(hip=None, hosts=("a 1", "a 1"), devices=(0, 1), peers=True, trial=True) -> bool:
+            axis = replace(Axis.single("ulysses"), size=2, device=torch.device("cuda", 0))
+            found = {
+                "all_gather_text": lambda text, axis: list(hosts),
+                "all_gather_int64": lambda own, axis: torch.tensor([[each] for each in devices]) if not own else own,
+                "can_fetch": lambda *_: trial,
+            }
+            with mock.patch.multiple(links, **found), mock.patch.object(torch.version, "hip", hip):
+                with mock.patch.object(torch.cuda, "can_device_access_peer", lambda *_: peers):
+                    return reaches_memory(axis)
+
+        assert reached()
+        assert not any((reached(hip="6.4"), reached(hosts=("a 1", "b 2")), reached(hosts=("a 1", "a 2"))))
+        assert not any((reached(devices=(0, 0)), reached(peers=False), reached(trial=False)))
 
     @unittest.skipIf(torch.cuda.device_count() < 2, "needs 2 GPUs")
     def test_gpus(self):

@@ -327,6 +327,14 @@ class TestPeerMemory(unittest.TestCase):
             for found in run_ranks(2, compiled_worker, folder):
                 self.assertLessEqual(max(found), FLOAT32_BAR)
 
+    def test_room(self):
+        """A place takes a message of its size, and no larger one."""
+        places = [peer_memory._Place(torch.empty(size, dtype=torch.uint8), None) for size in (64, 32)]
+        with mock.patch.dict(peer_memory._places, {"group": places}):
+            with mock.patch.object(peer_memory, "_call", peer_memory._Call(captured=True)):
+                rooms = [peer_memory._next_room(size, "group") for size in (64, 65)]
+        assert rooms == [places[0], None], rooms
+
     def test_what_is_reached(self):
         with tempfile.TemporaryDirectory() as folder:
             for answers in run_ranks(2, reach_worker, folder):

@@ -115,6 +115,9 @@ def changes_worker() -> dict[str, int]:
         use("two rows", kinds[2])
         use("one row again", kinds[1])
         use("a number", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0}})
+        use("a number of another name", {**kinds[1], "joint_attention_kwargs": {"gamma": 1.0}})
+        with torch.autocast("cpu", torch.bfloat16):
+            use("autocast", kinds[1])
         model.proj_out.weight = torch.nn.Parameter(2 * model.proj_out.weight)
         use("weights", kinds[1])
         model.x_embedder.weight.data = model.x_embedder.weight.clone()
@@ -122,6 +125,8 @@ def changes_worker() -> dict[str, int]:
         for name in ("moved", "moved to the same address"):
             model.x_embedder.weight.data = placed_in(memory)
             use(name, kinds[1])
+        model.proj_out.forward = model.proj_out.forward  # as offloading puts its own there
+        use("forward", kinds[1])
         for tokens in range(1, KEPT + 1):
             use("many", {**kinds[1], "encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)})
             use("many", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0 + tokens}})
@@ -159,8 +164,12 @@ def refusals_worker() -> dict[str, str]:
 
         model.proj_out.register_forward_hook(fail)
 
+    def ip_adapter(model: torch.nn.Module) -> None:
+        model.transformer_blocks[0].attn.processor.scale = [1.0]
+
     cpu = torch.device("cpu")
     refuse("adapter", adapter)
+    refuse("IP-Adapter", ip_adapter)
     refuse("cache", lambda model: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)))
     if offloads_here():
         refuse("group offload", lambda model: model.enable_group_offload(cpu, cpu, offload_type="leaf_level"))
@@ -218,11 +227,12 @@ class TestStepGraph(unittest.TestCase):
     def test_other_calls_and_weights_are_captured_anew(self):
         for counts in run_ranks(2, changes_worker):
             assert counts.pop("kept") == KEPT
-            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5, 6, 7], counts
+            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10], counts
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):
             assert "has an adapter beside it: fuse adapters" in messages["adapter"]
+            assert "the scale of the IP-Adapter of this FluxTransformer2DModel would be" in messages["IP-Adapter"]
             assert "has a cache, which decides on the host" in messages["cache"]
             if offloads_here():
                 assert "brought to the device one by one" in messages["group offload"]
