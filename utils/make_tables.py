@@ -212,9 +212,8 @@ def steps(name: str, modes: tuple[str, ...] = ()) -> str:
             figures = f"{times} | {row['speedup']:.2f}x | {peak:.2f} | {row['distance']:.1e}"
         lines.append(f"| {row['name']} | {row['mode']} | {figures} |")
     found = run["environment"]
-    versions = (
-        f"torch {found['packages']['torch']}, diffusers {found['packages']['diffusers']}, {found['collectives'][-1]}"
-    )
+    names = [name for name in ("torch", "diffusers", "cache-dit") if name in found["packages"]]
+    versions = ", ".join([*(f"{name} {found['packages'][name]}" for name in names), found["collectives"][-1]])
     gpus = f"{len(found['gpus'])} x {found['gpus'][0]['name']}"
     command = without_p2p(found["environment"]) + run["command"]
     return "\n".join([*lines, "", f"`{command}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
@@ -274,6 +273,7 @@ RING_AIMS = (
     ("66,048 tokens, NVLink", "step_flux_65k_{}", 0.95),
     ("66,048 tokens, P2P off", "step_flux_65k_{}_p2p_off", 0.7),
 )
+PEERS = "diffusers", "cache-dit"
 EIGHT_BITS = re.compile("int8|float8")
 
 
@@ -283,14 +283,13 @@ def aims(machine: str) -> str:
     for shown, files, mesh, aim in AIMS:
         rows = [row for name in files for row in had(name.format(machine))]
         best = []
-        for whose in (("",), ("diffusers", "cache-dit")):
+        for whose in (("",), PEERS):
             of = [row for row in rows if row["name"].rpartition(" ")[0] in whose and row["name"] != "one rank"]
-            of = [row for row in of if fits(row["name"].rpartition(" ")[2], mesh)]
-            best.append(max(of, key=lambda row: row["speedup"], default=None))
+            fitting = [row for row in of if fits(row["name"].rpartition(" ")[2], mesh)]
+            exact = [row for row in of if row["name"].rpartition(" ")[2] == mesh.partition(",8 bits")[0]]
+            best.append(max(fitting or exact, key=lambda row: row["speedup"]))
         cells = [
             f"{row['speedup']:.2f}x (`{row['name']}`, {row['mode']}, {max(row['peak']) / 2**30:.1f} GiB)"
-            if row
-            else ""
             for row in best
         ]
         lines.append(f"| {shown} | {aim}x | {' | '.join(cells)} |")
@@ -311,6 +310,49 @@ def aims(machine: str) -> str:
     gpus = {gpu["name"] for file in files for gpu in read(file.stem)["environment"]["gpus"]}
     named = ", ".join(f"`{file.name}`" for file in files)
     return "\n".join([*lines, "", f"4 x {', '.join(gpus)}, by the commands in {named} (`docs/benchmarks/`)."])
+
+
+# Where the others were replayed too: sizes, mode, meshes, and runs of three machines of four GPUs.
+REPLAYED = (
+    (
+        "1024x1024, compiled",
+        "compile+graph",
+        ("ulysses=4", "ring=4", "tp=4", "tp=2,ulysses=2"),
+        ("step_flux_graphs_4xh100", "step_flux_graphs_4xh200", "step_flux_4xh200"),
+    ),
+    (
+        "1024x1024, not compiled",
+        "graph",
+        ("ulysses=4", "ring=4", "tp=4"),
+        ("step_flux_eager_graphs_4xh100", "step_flux_eager_graphs_4xh200", "step_flux_eager_4xh200"),
+    ),
+    (
+        "2048x2048, compiled",
+        "compile+graph",
+        ("ulysses=4", "ring=4"),
+        ("step_flux_2048_graphs_4xh100", "step_flux_2048_graphs_4xh200", "step_flux_2048_4xh200"),
+    ),
+    (
+        "1024x1024, compiled, P2P off",
+        "compile+graph",
+        ("ulysses=4", "ring=4", "tp=4"),
+        ("step_flux_graphs_4xh100_p2p_off",),
+    ),
+)
+
+
+def replayed() -> str:
+    """Ours and the best of the others of the same mesh, as graphs, in every run that has both."""
+    lines = ["| as graphs | | 4 H100 | 4 H200 | 4 H200, earlier |", "|---|---|---|---|---|"]
+    for shown, mode, meshes, files in REPLAYED:
+        runs = [{row["name"]: row["ms"] for row in had(name) if row["mode"] == mode} for name in files]
+        for mesh in meshes:
+            cells = []
+            for times in runs:
+                others = min(times[name] for peer in PEERS if (name := f"{peer} {mesh}") in times)
+                cells.append(f"{times[mesh]:.1f}, {others:.1f}: {100 * (others / times[mesh] - 1):.0f} %")
+            lines.append(f"| {shown} | `{mesh}` | {' | '.join(cells + [''] * (3 - len(cells)))} |")
+    return "\n".join(lines)
 
 
 def had(name: str) -> list[dict]:
@@ -359,6 +401,7 @@ TABLES = {
     "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
     "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
     "kernels_wait_p2p_off": lambda: kernels("kernels_wait_at_once_4xh200_p2p_off", "kernels_wait_late_4xh200_p2p_off"),
+    "replayed": replayed,
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
@@ -368,9 +411,9 @@ TABLES = {
     "step_flux_eager_graphs_4xh100": lambda: steps("step_flux_eager_graphs_4xh100"),
     "step_flux_65k_4xh100": lambda: steps("step_flux_65k_4xh100"),
     "step_flux_65k_4xh100_p2p_off": lambda: steps("step_flux_65k_4xh100_p2p_off"),
-    "step_flux_4xh200": lambda: steps("step_flux_4xh200", ("compile",)),
-    "step_flux_eager_4xh200": lambda: steps("step_flux_eager_4xh200", ("eager",)),
-    "step_flux_2048_4xh200": lambda: steps("step_flux_2048_4xh200", ("compile",)),
+    "step_flux_4xh200": lambda: steps("step_flux_4xh200"),
+    "step_flux_eager_4xh200": lambda: steps("step_flux_eager_4xh200"),
+    "step_flux_2048_4xh200": lambda: steps("step_flux_2048_4xh200"),
     "step_hunyuan_video_4xh200": lambda: steps("step_hunyuan_video_4xh200"),
     "step_flux_4xh200_p2p_off": lambda: steps("step_flux_4xh200_p2p_off"),
     "step_flux_2xh100": lambda: steps("step_flux_2xh100"),
