@@ -1,4 +1,4 @@
-"""`diffusers-rocm bench step` and `bench comm`: what they measure, what they call wrong, and what they refuse."""
+"""`diffusers-rocm bench step`: what it measures, what it calls wrong, and what it refuses."""
 
 import importlib.util
 import json
@@ -22,57 +22,17 @@ import torch.distributed as dist
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from parameterized import parameterized
 from PIL import Image
-from torch.utils._pytree import tree_leaves
 
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
-from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, measure_comm
-from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks
 from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, bar_of, measure_step, parse_mesh
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.attention_kernels import Platform
-from diffusers_rocm.models.plans import get_context_parallel_plan, get_tensor_parallel_plan
 
 from ..testing_utils import run_ranks, slow
-
-
-CPU = torch.device("cpu")
-SMALL = {
-    "flux": {"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4},
-    "flux2": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "joint_attention_dim": 64},
-    "chroma": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "approximator_hidden_dim": 64},
-    "qwen-image": {"num_layers": 1, "num_attention_heads": 2},
-    "sd3.5-large": {"num_layers": 1, "num_attention_heads": 2, "caption_projection_dim": 128},
-    "z-image": {"n_layers": 1, "n_refiner_layers": 1, "dim": 256, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": 64},
-    "lumina2": {
-        "num_layers": 1,
-        "num_refiner_layers": 1,
-        "num_attention_heads": 6,
-        "num_kv_heads": 2,
-        "hidden_size": 576,
-    },
-    "mochi": {"num_layers": 1, "num_attention_heads": 8},
-    "cogvideox": {"num_layers": 1, "num_attention_heads": 2},
-    "hunyuan-video": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2},
-    "wan": {"num_layers": 1, "num_attention_heads": 2, "ffn_dim": 64},
-    "ltx": {"num_layers": 1, "num_attention_heads": 2, "cross_attention_dim": 128},
-}
-# Of the published checkpoints, in billions: as their model cards and files say.
-PARAMETERS = {
-    "flux": 11.9,
-    "flux2": 32.2,
-    "chroma": 8.9,
-    "qwen-image": 20.4,
-    "sd3.5-large": 8.06,
-    "z-image": 6.15,
-    "lumina2": 2.61,
-    "mochi": 10.0,
-    "cogvideox": 5.57,
-    "hunyuan-video": 12.8,
-    "wan": 14.3,
-    "ltx": 1.92,
-}
+from .test_known_models import SMALL
 
 
 def request(*meshes: str, **options) -> StepRequest:
@@ -214,47 +174,6 @@ def compiled_worker() -> tuple[list[str], int]:
     return compiled, forgotten.call_count
 
 
-def comm_worker(mesh: str) -> tuple[list[Collective], set[float]]:
-    """As measured, and the microseconds of each where every measurement is 10 ms."""
-    with mock.patch.object(step.Clock, "milliseconds", lambda *_: 10.0):
-        same = {x for each in measure_comm(request(mesh)) for x in each.microseconds}
-    return measure_comm(request(mesh)), same
-
-
-def buffers_worker(blocks: int) -> int:
-    """How many buffers are made for what a model of so many blocks sends."""
-    with mock.patch.object(torch, "zeros_like", wraps=torch.zeros_like) as made:
-        measure_comm(request("ulysses=2", config=SMALL["flux"] | {"num_single_layers": blocks}))
-    return made.call_count
-
-
-class TestKnownModels(unittest.TestCase):
-    @parameterized.expand(KNOWN_MODELS)
-    def test_size(self, name):
-        """As the published model has it; both plans are there; a forward of its inputs is finite."""
-        known = KNOWN_MODELS[name]
-        if not hasattr(diffusers, known.cls):
-            self.skipTest(f"diffusers {diffusers.__version__} has no {known.cls}")
-        cls = getattr(diffusers, known.cls)
-        get_tensor_parallel_plan(cls), get_context_parallel_plan(cls, None)
-        with torch.device("meta"):
-            count = sum(x.numel() for x in cls(**known.config).parameters())
-        assert count / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
-        model = build(known, SMALL[name], CPU, torch.float32)
-        assert 1 <= count_blocks(model) <= 4  # by which the bar goes
-        size = known.sized(128, 1 + known.frames_apart if known.size.frames > 1 else None, 16)
-        with torch.no_grad():
-            output = tree_leaves(model(**inputs(known, size, model, torch.float32)))[0]
-        assert output.isfinite().all() and output.std() > 0.01
-
-    def test_sizes_keep_their_shape(self):
-        assert KNOWN_MODELS["hunyuan-video"].sized(144, None, None) == Size(144, 256, 129, 256)
-        assert KNOWN_MODELS["wan"].sized(None, 5, 7) == Size(480, 832, 5, 7)
-        for known in KNOWN_MODELS.values():
-            assert known.size.height % known.multiple == known.size.width % known.multiple == 0
-            assert known.sized(known.size.height, None, None) == known.size
-
-
 FEW = ["--config", "num_layers=1", "num_single_layers=1"]
 
 
@@ -364,24 +283,6 @@ class TestBenchStep(unittest.TestCase):
             assert [row[4] == "" for row in rows] == [True, False, True], rows
             assert rows[1][2] == 0 and "no room" in rows[1][4], rows
 
-    def test_comm_keeps_buffers_for_one_call_of_a_kind(self):
-        assert run_ranks(2, buffers_worker, 1) == run_ranks(2, buffers_worker, 3)
-
-    @parameterized.expand([("tp=2",), ("ulysses=2",)])
-    def test_comm(self, mesh):
-        for found, same in run_ranks(2, comm_worker, mesh):
-            assert same == {10e3 / IN_A_ROW}
-            calls = {"all-reduce": 0, "all-to-all": 0, "all-gather": 0}
-            for each in found:
-                calls[each.name] += each.calls
-            # A double block has two products a stream that end in a sum, a single block one; attention, of two groups
-            # of heads where links are slow, two exchanges for each.
-            assert (calls["all-reduce"], calls["all-to-all"]) == ((6, 0) if mesh == "tp=2" else (0, 12)), calls
-            assert all(each.median > 0 and len(each.microseconds) == len(each.sent) == 2 for each in found)
-            image = 256 * 4 * 128 * 4  # bytes of the image's tokens, in float32
-            sums = {size for each in found if each.name == "all-reduce" for size in each.sent}
-            assert mesh != "tp=2" or sums == {image, image // 16, image + image // 16}, sums
-
     def test_command(self):
         with tempfile.TemporaryDirectory() as folder:
             output, file = StringIO(), Path(folder, "made", "step.json")
@@ -468,15 +369,6 @@ class TestBenchStep(unittest.TestCase):
         assert run.returncode == 1 and one.endswith("0.0e+00") and tp.startswith("tp=2  "), run
         assert "not run: ValueError: " in tp, tp
         assert run.stderr.endswith("\ndiffusers-rocm: wrong or not run, 1 of 2 rows: tp=2, eager\n"), run.stderr
-
-    def test_comm_of_what_cannot_be_had(self):
-        config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
-        command = [sys.executable, "-m", "diffusers_rocm", "bench", "comm", "--device", "cpu", "--mesh", "ulysses=2"]
-        run = subprocess.run(
-            [*command, "--resolution", "64", "--config", *config], capture_output=True, text=True, timeout=240
-        )
-        assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
-        assert run.stderr.splitlines()[-1].startswith("diffusers-rocm: Ulysses over 2 ranks needs as many heads"), run
 
     @parameterized.expand(
         [
