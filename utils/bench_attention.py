@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_transformer import versions
+from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm import ContextParallelConfig

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_transformer import versions
+from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.step import Clock

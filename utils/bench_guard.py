@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_transformer import versions
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build

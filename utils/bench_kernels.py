@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_transformer import versions
 from torch.utils._pytree import tree_leaves
+from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
-from bench_transformer import versions
+from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.step import Clock

@@ -1,92 +1,74 @@
-"""Hold the planner against what was measured: the compiled rows of the runs in docs/benchmarks, beside predictions.
+"""Hold the planner against what was measured: compiled rows of `bench step` in docs/benchmarks, beside predictions.
 
 Prints a table; `--write` puts it into docs/planning.md. Exits with 1 where a row is off by more than a fifth, or where
 the mesh that the planner would have chosen of a run's was more than some percent slower than the fastest.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size
+from diffusers_rocm.benchmarks.step import ONE, parse_mesh
 from diffusers_rocm.distributed.links import FAST
 from diffusers_rocm.planner.cost import predict
-from diffusers_rocm.planner.hardware import GPUS, Links
-from diffusers_rocm.planner.rehearsal import Ledger, rehearse
+from diffusers_rocm.planner.hardware import Links, find_gpu
+from diffusers_rocm.planner.rehearsal import rehearse
 
 
 DOCS = Path(__file__).parent.parent / "docs"
 RUNS, PAGE = DOCS / "benchmarks", DOCS / "planning.md"
-# All but flux_1024_4xh200, whose host was so busy that it is the host that was timed: the same meshes as graphs, where
-# the host has nothing to do, took half the time on the same machine.
+# Those that the host did not hold up: at 1024x1024 as graphs.
 FILES = (
-    "flux_1024_graphs_4xh200",
-    "flux_1024_graphs_2xh200",
-    "flux_1024_2xh200",
-    "flux_1024_int8_2xh200_p2p_off",
-    "flux_tp4_4xh200",
-    "flux_2048_4xh200",
-    "flux_2048_2xh200",
-    "flux_65k_4xh200",
-    "flux_65k_2xh200",
-    "flux_65k_4xh200_p2p_off",
-    "flux_65k_2xh200_p2p_off",
-    "hunyuan_video_compiled_2xh200",
-    "wan_480_compiled_4xh200",
-    "wan_480_compiled_2xh200",
+    "step_flux_graphs_4xh100",
+    "step_flux_graphs_4xh200",
+    "step_flux_2048_graphs_4xh100",
+    "step_flux_2048_graphs_4xh200",
+    "step_flux_65k_4xh100",
+    "step_flux_65k_4xh200",
+    "step_flux_graphs_4xh100_p2p_off",
+    "step_flux_graphs_4xh200_p2p_off",
+    "step_flux_65k_4xh100_p2p_off",
+    "step_flux_65k_4xh200_p2p_off",
+    "step_hunyuan_video_4xh200",
+    "step_flux_2048_2xh100",
+    "step_flux_65k_2xh100",
+    "step_flux_65k_2xh100_p2p_off",
 )
-# Measured before Ulysses hid its messages where links are slow.
-AT_ONCE = ("flux_65k_4xh200_p2p_off", "flux_65k_2xh200_p2p_off")
-# Bytes a second that a GPU sends, by collectives of 28 MB.
-NVLINK, THROUGH_HOST = 310e9, 29e9
-MODE = re.compile(r"(single|tp|(?:(?:cfg|ring|ulysses|tp)\d+)+)(-allgather)?(?:\+c(?:\+g)?)")
+# Bytes a second that a GPU sends: by collectives of 28 MB, and without P2P by the sums of a step, in GB/s.
+NVLINK, THROUGH_HOST = 310e9, {"H200": 27e9, "H100": 22e9}
 OFF, REGRET = 0.2, 0.03
 
 
-def measured(file: str) -> Iterator[tuple[str, dict[str, int], str, float]]:
-    """`(mode, degrees, rotate method, ms of a step)` of the rows that the planner speaks of."""
-    run = json.loads((RUNS / f"{file}.json").read_text())
-    world = int(run["versions"]["device"].split()[0])
-    for row in run["rows"]:
-        match = MODE.fullmatch(row["mode"])
-        if match is None:
-            continue
-        degrees = {axis: int(size) for axis, size in re.findall(r"(cfg|ring|ulysses|tp)(\d+)", match[1])}
-        if match[1] == "tp":
-            degrees = {"tp": world}
-        yield row["mode"], degrees, "allgather" if match[2] else "p2p", row["ms"]
+@functools.cache
+def read(file: str) -> dict:
+    return json.loads((RUNS / f"{file}.json").read_text())
 
 
-_ledgers: dict[tuple, Ledger] = {}
-
-
-def predicted(file: str, degrees: dict[str, int], rotate_method: str) -> float:
+@functools.cache
+def predicted(file: str, mesh: str) -> float:
     """ms of a step."""
-    run = json.loads((RUNS / f"{file}.json").read_text())
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="flux")
-    parser.add_argument("--resolution", type=int)
-    parser.add_argument("--double", type=int)
-    parser.add_argument("--single", type=int)
-    parser.add_argument("--guidance", action="store_true")
-    args, _ = parser.parse_known_args(run["command"].split())
-    known = KNOWN_MODELS[args.model]
-    config = {"num_layers": args.double, "num_single_layers": args.single}
-    config = {name: count for name, count in config.items() if count is not None}
-    shared = {axis: size for axis, size in degrees.items() if axis != "cfg"}
-    rate = THROUGH_HOST if run["versions"]["NCCL_P2P_DISABLE"] == "1" else NVLINK
-    slow = rate < FAST and file not in AT_ONCE
-    key = (args.model, args.resolution, *config.items(), *shared.items(), rotate_method, slow)
-    if key not in _ledgers:
-        size = known.sized(args.resolution, None, None)
-        _ledgers[key] = rehearse(known, size, shared, config, torch.bfloat16, rotate_method, slow)
-    seconds = predict(_ledgers[key], degrees, GPUS["H200"], Links(rate, rate), 8).total
-    return seconds * 1e3 * (1 + args.guidance) / degrees.get("cfg", 1)
+    request, environment = (read(file)[part] for part in ("request", "environment"))
+    degrees = {} if mesh == ONE else parse_mesh(mesh)
+    rotate_method = degrees.pop("rotate_method", "p2p")
+    gpu = next(name for name in THROUGH_HOST if name in environment["gpus"][0]["name"])
+    rate = THROUGH_HOST[gpu] if environment["environment"].get("NCCL_P2P_DISABLE") == "1" else NVLINK
+    ledger = rehearse(
+        KNOWN_MODELS[request["model"]],
+        Size(**request["size"]),
+        {axis: size for axis, size in degrees.items() if axis != "cfg"},
+        request["config"],
+        getattr(torch, request["dtype"]),
+        rotate_method,
+        rate < FAST,
+    )
+    seconds = predict(ledger, degrees, find_gpu(gpu), Links(rate, rate), 8).total
+    return seconds * 1e3 * (1 + request["guidance"]) / degrees.get("cfg", 1)
 
 
 def main() -> int:
@@ -94,23 +76,27 @@ def main() -> int:
     parser.add_argument("--files", nargs="+", default=FILES, choices=FILES)
     parser.add_argument("--write", action="store_true", help="the table of all files into docs/planning.md")
     args = parser.parse_args()
-    lines = ["| run | mode | measured, ms | predicted, ms | off |", "|---|---|---|---|---|"]
+    lines = ["| run | mesh | measured, ms | predicted, ms | off |", "|---|---|---|---|---|"]
     wrong, regrets, count, squares = [], [], 0, 0.0
     for file in args.files:
         rows = []
-        for mode, degrees, rotate_method, ms in measured(file):
-            guess = predicted(file, degrees, rotate_method)
+        exact = [mesh for mesh in (ONE, *read(file)["request"]["meshes"]) if "int8" not in mesh]
+        for row in read(file)["rows"]:
+            if row["name"] not in exact or "compile" not in row["mode"] or row["note"]:
+                continue
+            mesh, ms = row["name"], row["ms"]
+            guess = predicted(file, mesh)
             off = guess / ms - 1
-            lines.append(f"| {file} | `{mode}` | {ms:.1f} | {guess:.1f} | {off:+.0%} |")
-            if degrees:
-                rows.append((guess, ms, mode))
+            lines.append(f"| {file} | `{mesh}` | {ms:.1f} | {guess:.1f} | {off:+.0%} |")
+            if mesh != ONE:
+                rows.append((guess, ms, mesh))
             count, squares = count + 1, squares + off**2
             if abs(off) > OFF:
-                wrong.append(f"{file}, {mode}: off by {off:+.0%}")
-        (_, chosen, mode), fastest = min(rows), min(ms for _, ms, _ in rows)
+                wrong.append(f"{file}, {mesh}: off by {off:+.0%}")
+        (_, chosen, mesh), fastest = min(rows), min(ms for _, ms, _ in rows)
         regrets.append(chosen / fastest - 1)
         if regrets[-1] > REGRET:
-            wrong.append(f"{file}: {mode} would be chosen, and took {regrets[-1]:+.0%} longer than the fastest")
+            wrong.append(f"{file}: {mesh} would be chosen, and took {regrets[-1]:+.0%} longer than the fastest")
     lines += [
         "",
         f"{count} rows, off by {(squares / count) ** 0.5:.1%} (root mean square). The mesh that is predicted to be "

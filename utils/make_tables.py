@@ -28,25 +28,12 @@ def without_p2p(environment: dict[str, str]) -> str:
 def source(command: str, versions: dict[str, str], files: str) -> str:
     """What was run on GPUs, on which and with which versions, and where its figures are."""
     ranks = versions["device"].split()[0]
-    command = command.replace("utils/bench_flux.py", "utils/bench_transformer.py")  # its name in the first runs
     also = ", and with `NCCL_P2P_DISABLE=1`" if files.endswith("*") else ""
     return (
         f"`{without_p2p(versions)}torchrun --nproc_per_node={ranks} {command}`{also}; {versions['device']}, "
         f"torch {versions['torch']}, diffusers {versions['diffusers']}, NCCL {versions['nccl']} "
         f"(`docs/benchmarks/{files}.json`)."
     )
-
-
-def modes_table(name: str) -> str:
-    """All modes of a run of bench_transformer.py."""
-    run = read(name)
-    has_error = "error" in run["rows"][0]
-    lines = ["| mode | ms a step | over one GPU in the same mode | peak GiB a rank |" + " error |" * has_error]
-    lines.append("|---|---|---|---|" + "---|" * has_error)
-    for row in run["rows"]:
-        line = f"| `{row['mode']}` | {row['ms']:.1f} | {row['speedup']:.2f}x | {max(row['peak_gib']):.2f} |"
-        lines.append(line + (f" {row['error']:.2e} |" if has_error else ""))
-    return "\n".join([*lines, "", source(run["command"], run["versions"], name)])
 
 
 def collectives() -> str:
@@ -382,7 +369,6 @@ def guard() -> str:
 
 
 TABLES = {
-    "flux_tp4": lambda: modes_table("flux_tp4_4xh200"),
     "flux_bytes": flux_bytes,
     "collectives": collectives,
     "features": features,
@@ -405,37 +391,15 @@ TABLES = {
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
-    "step_flux_graphs_4xh100": lambda: steps("step_flux_graphs_4xh100"),
-    "step_flux_graphs_4xh100_p2p_off": lambda: steps("step_flux_graphs_4xh100_p2p_off"),
-    "step_flux_2048_graphs_4xh100": lambda: steps("step_flux_2048_graphs_4xh100"),
-    "step_flux_eager_graphs_4xh100": lambda: steps("step_flux_eager_graphs_4xh100"),
-    "step_flux_65k_4xh100": lambda: steps("step_flux_65k_4xh100"),
-    "step_flux_65k_4xh100_p2p_off": lambda: steps("step_flux_65k_4xh100_p2p_off"),
-    "step_flux_4xh200": lambda: steps("step_flux_4xh200"),
-    "step_flux_eager_4xh200": lambda: steps("step_flux_eager_4xh200"),
-    "step_flux_2048_4xh200": lambda: steps("step_flux_2048_4xh200"),
-    "step_hunyuan_video_4xh200": lambda: steps("step_hunyuan_video_4xh200"),
-    "step_flux_4xh200_p2p_off": lambda: steps("step_flux_4xh200_p2p_off"),
-    "step_flux_2xh100": lambda: steps("step_flux_2xh100"),
-    "step_flux_2xh200": lambda: steps("step_flux_2xh200"),
-    "step_flux_graphs": lambda: steps("step_flux_graphs_2xh100"),
-    "step_sd35": lambda: steps("step_sd35_2xh100"),
     "step_qwen_image": lambda: steps("step_qwen_image_2xh100", ("compile",)),
-    "step_ltx": lambda: steps("step_ltx_2xh100"),
-    "step_flux_2048": lambda: steps("step_flux_2048_2xh100"),
-    "step_flux_int8_p2p_off": lambda: steps("step_flux_int8_2xh100_p2p_off"),
-    "step_flux_int8_graphs_p2p_off": lambda: steps("step_flux_int8_graphs_2xh100_p2p_off"),
-    "step_flux_2048_p2p_off": lambda: steps("step_flux_2048_2xh100_p2p_off"),
-    "step_flux_65k": lambda: steps("step_flux_65k_2xh100"),
-    "step_flux_65k_p2p_off": lambda: steps("step_flux_65k_2xh100_p2p_off"),
     "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
 }
 
 
 def table(name: str) -> str:
-    """A table of its own, or that of the run of this name."""
-    return TABLES[name]() if name in TABLES else modes_table(name)
+    """A table of its own, or that of the run of `bench step` of this name."""
+    return TABLES[name]() if name in TABLES else steps(name)
 
 
 def main() -> int:

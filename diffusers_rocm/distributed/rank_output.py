@@ -23,8 +23,8 @@ class Forwarder:
     # "[rank1]:", and the "W1121 10:53:57.929000 3522 " of torch's own log lines, differ where the line does not.
     _NOISE = re.compile(rb"^\[rank\d+\]:\s?|^[IWEF]\d{4} [\d:.]+ \d+ |\b0x[0-9a-f]+\b")
 
-    # How long a line of another rank waits for rank 0 to say the same.
-    _PATIENCE = 10.0
+    # How long a line of another rank waits for rank 0 to say the same, which may load more slowly.
+    _PATIENCE = 30.0
 
     def __init__(self, folder: Path, first_rank: int = 0):
         self._folder, self._first_rank, self._stop = folder, first_rank, threading.Event()
