@@ -36,12 +36,16 @@ FILES = (
     "step_flux_65k_4xh100_p2p_off",
     "step_flux_65k_4xh200_p2p_off",
     "step_hunyuan_video_4xh200",
+    "step_flux_graphs_2xh100",
+    "step_flux_graphs_2xh100_p2p_off",
     "step_flux_2048_2xh100",
     "step_flux_65k_2xh100",
     "step_flux_65k_2xh100_p2p_off",
+    "step_wan_2xh100",
+    "step_wan_2xh100_p2p_off",
 )
-# Bytes a second that a GPU sends: by collectives of 28 MB, and without P2P by the sums of a step, in GB/s.
-NVLINK, THROUGH_HOST = 310e9, {"H200": 27e9, "H100": 22e9}
+# Bytes a second that a GPU sends: by collectives of 28 MB, and without P2P, of so many GPUs, by the sums of a step.
+NVLINK, THROUGH_HOST = 310e9, {("H200", 4): 27e9, ("H100", 4): 22e9, ("H100", 2): 31e9}
 OFF, REGRET = 0.2, 0.03
 
 
@@ -56,8 +60,8 @@ def predicted(file: str, mesh: str) -> float:
     request, environment = (read(file)[part] for part in ("request", "environment"))
     degrees = {} if mesh == ONE else parse_mesh(mesh)
     rotate_method = degrees.pop("rotate_method", "p2p")
-    gpu = next(name for name in THROUGH_HOST if name in environment["gpus"][0]["name"])
-    rate = THROUGH_HOST[gpu] if environment["environment"].get("NCCL_P2P_DISABLE") == "1" else NVLINK
+    gpu, count = environment["gpus"][0]["name"].split()[1], len(environment["gpus"])
+    rate = THROUGH_HOST[gpu, count] if environment["environment"].get("NCCL_P2P_DISABLE") == "1" else NVLINK
     ledger = rehearse(
         KNOWN_MODELS[request["model"]],
         Size(**request["size"]),

@@ -184,8 +184,9 @@ def loading(name: str) -> str:
 def steps(name: str, modes: tuple[str, ...] = ()) -> str:
     """All rows of a run of `diffusers-rocm bench step`, or those in the modes named."""
     run = read(name)
+    reference = "float32" if run["request"]["in_float32"] else "one rank"
     lines = [
-        "| | mode | ms a step (least to most) | over one rank | peak GiB a rank | relative L2 to one rank |",
+        f"| | mode | ms a step (least to most) | over one rank | peak GiB a rank | relative L2 to {reference} |",
         "|---|---|" + "---|" * 4,
     ]
     for row in run["rows"]:
@@ -237,7 +238,7 @@ def kernels(*names: str) -> str:
         for row in run["rows"]:
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
             cells = [row["ms"], *computed, row["ms"] - sum(computed)]
-            cells += [row["messages"], row.get("waiting", 0.0), row["hidden"]]
+            cells += [row["messages"], abs(row.get("waiting", 0.0)), abs(row["hidden"])]  # 0.0, not -0.0
             lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
         ran.append(source(run["command"], run["versions"], name))
     return "\n".join([*lines, "", *ran])
@@ -387,6 +388,9 @@ TABLES = {
     "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
     "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
     "kernels_wait_p2p_off": lambda: kernels("kernels_wait_at_once_4xh200_p2p_off", "kernels_wait_late_4xh200_p2p_off"),
+    "kernels_wait_2xh100": lambda: kernels("kernels_wait_at_once_2xh100", "kernels_wait_late_2xh100"),
+    "kernels_no_graph": lambda: kernels("kernels_no_graph_at_once_2xh100", "kernels_no_graph_late_2xh100"),
+    "kernels_tp_p2p_off": lambda: kernels("kernels_tp_at_once_2xh100_p2p_off", "kernels_tp_late_2xh100_p2p_off"),
     "replayed": replayed,
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),

@@ -68,7 +68,8 @@ def to_one_neighbour(rate: float) -> float:
 
 
 # Shares of a data sheet's peak of bf16 and of bandwidth: matmul, attention, masked attention, fused, eager.
-# Of the H200 they are fitted to 42 compiled and 18 eager rows of docs/benchmarks (utils/check_planner.py).
+# Of the H200 they are fitted to 42 compiled and 18 eager rows of earlier runs; those of docs/benchmarks check them
+# (utils/check_planner.py).
 _H200 = (0.642, 0.581, 0.395, 0.573, 0.781)
 # No AMD hardware was measured. These are lower on purpose: AMD's libraries reach less of their peak.
 _CDNA = (0.45, 0.35, 0.25, 0.5, 0.65)
