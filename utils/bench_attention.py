@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace, tokens: int, device: torch.device) -> dict
     layouts = {"ring": Layout((tokens,), axes["ring"].ring, axes["ring"].ulysses)}
     for name, slow in (("at once", False), ("in groups", True)):
         layouts[name] = Layout((tokens,), axes["ulysses"].ring, replace(axes["ulysses"].ulysses, slow_links=slow))
-    length = layouts["ring"].length(dist.get_rank())
+    length = layouts["ring"].lengths()[dist.get_rank()]
     q, k, v = (torch.randn(1, length, args.heads, 128, device=device, dtype=args.dtype) for _ in range(3))
     kernel, group = choose(q, None, True), axes["ring"].ring.group.group_name
     message = torch.cat([k, v], dim=2).flatten()

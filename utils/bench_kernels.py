@@ -34,6 +34,7 @@ from versions import versions
 import diffusers_rocm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs
 from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, bar_of, parse_mesh, ranks_of
+from diffusers_rocm.commands.bench_step import setting
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--resolution", type=int)
     parser.add_argument("--frames", type=int)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--config", type=json.loads, default={}, help="what differs from the model's, as JSON")
+    parser.add_argument("--config", nargs="+", default=[], metavar="NAME=VALUE", help="what differs from the model's")
     parser.add_argument("--wait", choices=WAYS_TO_WAIT, help="in compiled code; default: as the links are")
     parser.add_argument("--process-group", action="store_true", help="messages by it, not by copies")
     parser.add_argument("--fuse", action="store_true", help="queries, keys and values in one product")
@@ -115,7 +116,7 @@ def measure(
 ) -> tuple[dict[str, Any], torch.Tensor, float]:
     """Median milliseconds of a step, and those of its kernels by kind; its answer, and how far others may be off."""
     known = KNOWN_MODELS[args.model]
-    model = build(known, args.config, device, torch.bfloat16)
+    model = build(known, dict(map(setting, args.config)), device, torch.bfloat16)
     given = inputs(known, known.sized(args.resolution, args.frames, None), model, torch.bfloat16)
     if mesh != ONE:
         model.enable_parallelism(config=diffusers_rocm.ParallelConfig(**parse_mesh(mesh)))

@@ -184,7 +184,7 @@ def loading(name: str) -> str:
 def steps(name: str, modes: tuple[str, ...] = ()) -> str:
     """All rows of a run of `diffusers-rocm bench step`, or those in the modes named."""
     run = read(name)
-    reference = "float32" if run["request"]["in_float32"] else "one rank"
+    reference = "float32" if run["request"].get("in_float32") else "one rank"
     lines = [
         f"| | mode | ms a step (least to most) | over one rank | peak GiB a rank | relative L2 to {reference} |",
         "|---|---|" + "---|" * 4,

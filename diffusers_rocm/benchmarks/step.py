@@ -310,11 +310,10 @@ class _Runner:
             return tree_leaves(model(**arguments))[0]  # of one picture, where a model answers with a list
 
         def step() -> Tensor:
-            prediction = predict(given)
             if not self._request.guidance:
-                return prediction
-            unguided = predict(other)
-            return unguided + 2 * (prediction - unguided)
+                return predict(given)
+            # Compared as they are: in `unguided + scale * (guided - unguided)` rounding of both is, times the scale.
+            return torch.stack([predict(given), predict(other)])
 
         return step
 

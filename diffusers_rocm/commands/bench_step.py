@@ -20,6 +20,7 @@ from ..distributed import is_first_rank
 from ..distributed.collectives import COMPRESSED_FROM
 from ..distributed.launching import under_torchrun
 from ..distributed.root_cause import record, unsuccessful
+from ..planner.subject import find_subject
 from . import env
 from .bench_output import add_output_arguments, check_output, leave
 from .generate import on_gpus
@@ -28,7 +29,12 @@ from .ranks import add_rank_arguments, check_nodes, check_world, on_ranks
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `bench comm` too."""
-    parser.add_argument("--model", choices=KNOWN_MODELS, default="flux", help="of its real size, with random weights")
+    parser.add_argument(
+        "--model",
+        default="flux",
+        help=f"of its real size, with random weights: {', '.join(KNOWN_MODELS)}; or the folder or id on the Hub of a "
+        "pipeline with such a transformer, of which configs are read alone",
+    )
     parser.add_argument("--resolution", type=int, help="the height; default: what the model is for")
     parser.add_argument("--frames", type=int, help="of a video; default: what the model is for")
     parser.add_argument("--text", type=int, help="text tokens")
@@ -108,11 +114,12 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1; got {value}")
-    known = KNOWN_MODELS[args.model]
+    model, config = _model(args.model)
+    known = KNOWN_MODELS[model]
     if not hasattr(diffusers, known.cls):
         raise ValueError(f"diffusers {diffusers.__version__} has no {known.cls}")
     size = known.sized(args.resolution, args.frames, args.text)
-    config = dict(map(_setting, args.config))
+    config |= map(setting, args.config)
     dtype = args.dtype or ("bfloat16" if on_gpus(args) else "float32")
     meshes = list(dict.fromkeys("".join(mesh.split()) for mesh in meshes))
     world = check_meshes(tuple(meshes))
@@ -123,7 +130,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
         check_world(world, args.nodes, on_gpus(args))
     check_output(args)
     return StepRequest(
-        model=args.model,
+        model=model,
         meshes=tuple(meshes),
         size=size,
         config=config,
@@ -136,10 +143,11 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
 def _check_memory(model: ModelMixin, dtype: torch.dtype, world: int, has_gpus: bool) -> None:
     """Raises ValueError where ranks on a CPU, each of which makes all of the model at first, would end the machine."""
     bytes_of_one, there = sum(x.numel() for x in model.parameters()) * dtype.itemsize, psutil.virtual_memory().total
+    blocks = [name for name in model.config if name.startswith("num_") and name.endswith("layers")]
     if not has_gpus and world * bytes_of_one > there:
         raise ValueError(
             f"{world} ranks of {bytes_of_one / 1e9:.1f} GB each, and this machine has {there / 1e9:.1f}: make the "
-            "model smaller, by --config num_layers=1, say"
+            f"model smaller, by --config {' '.join(f'{name}=1' for name in blocks)}, say"
         )
 
 
@@ -150,7 +158,27 @@ def _all_gpus(args: argparse.Namespace) -> list[str]:
     return [f"{axis}={count}" for axis in ("tp", "ulysses", "ring")]
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _model(text: str) -> tuple[str, dict[str, Any]]:
+    """The short name of what `--model` names, and where its config differs from the one known by that name.
+
+    Raises:
+        ValueError: there is no such pipeline, or one whose transformer is not among the known classes.
+    """
+    if text in KNOWN_MODELS:
+        return text, {}
+    subject = find_subject(text)
+    name = next(name for name, known in KNOWN_MODELS.items() if known is subject.known)
+    usual = {**made(subject.known, {}).config, **subject.known.config}
+    return name, {key: value for key, value in subject.config.items() if usual.get(key) not in (value, _tuple(value))}
+
+
+def _tuple(value: Any) -> Any:
+    """Of a list, which is how JSON has it."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE` of `--config`, whose value is JSON or a word. Raises ValueError."""
     name, found, value = text.partition("=")
     if not found:
         raise ValueError(f"--config {text}: write NAME=VALUE")

@@ -1,0 +1,48 @@
+"""The scripts of utils/ that measure on GPUs, as small as they go, on CPUs."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+from parameterized import parameterized
+
+
+UTILS = Path(__file__).parents[1] / "utils"
+TINY = [f"{name}=1" for name in ("num_layers", "num_single_layers")]
+TINY += ["num_attention_heads=2", "joint_attention_dim=32", "pooled_projection_dim=16"]
+SMALL = ["--resolution", "256", "--repeats", "1", "--steps", "2"]
+KERNELS = ["--device", "cpu", "--mode", "eager", "--mesh", "ulysses=2", "--resolution", "64", "--repeats", "1"]
+
+
+class TestScripts(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("attention", 2, "--out", ["--tokens", "64", "--heads", "2", "--repeats", "1", "--dtype", "float32"]),
+            ("collectives", 2, "--out", ["--image", "64", "--text", "16", "--width", "64", "--hop", "16"]),
+            ("overlap", 2, "--out", ["--rows", "64", "--sums", "64", "--width", "64", "--no-symmetric"]),
+            (
+                "guard",
+                2,
+                "--out",
+                ["--tp", "2", "--double", "1", "--single", "1", "--width", "256", *SMALL],
+            ),
+            ("kernels", 2, "--json", [*KERNELS, "--config", *TINY]),
+            ("kernels", 1, "--json", ["--alone", *KERNELS, "--config", *TINY]),
+        ]
+    )
+    def test_run(self, name, ranks, out, arguments):
+        with tempfile.TemporaryDirectory() as folder:
+            launch = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+            file = Path(folder, "run.json")
+            command = [sys.executable, *launch, UTILS / f"bench_{name}.py", *arguments, out, file]
+            run = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240)
+            assert run.returncode == 0, run.stderr[-3000:]
+            written = json.loads(file.read_text())
+        assert written["versions"]["torch"] and len(written) > 1, written
+
+
+if __name__ == "__main__":
+    unittest.main()
