@@ -23,12 +23,7 @@ class TestScripts(unittest.TestCase):
             ("attention", 2, "--out", ["--tokens", "64", "--heads", "2", "--repeats", "1", "--dtype", "float32"]),
             ("collectives", 2, "--out", ["--image", "64", "--text", "16", "--width", "64", "--hop", "16"]),
             ("overlap", 2, "--out", ["--rows", "64", "--sums", "64", "--width", "64", "--no-symmetric"]),
-            (
-                "guard",
-                2,
-                "--out",
-                ["--tp", "2", "--double", "1", "--single", "1", "--width", "256", *SMALL],
-            ),
+            ("guard", 2, "--out", ["--tp", "2", "--double", "1", "--single", "1", "--width", "256", *SMALL]),
             ("kernels", 2, "--json", [*KERNELS, "--config", *TINY]),
             ("kernels", 1, "--json", ["--alone", *KERNELS, "--config", *TINY]),
         ]

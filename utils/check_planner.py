@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from diffusers_rocm.benchmarks.step import ONE, parse_mesh
 from diffusers_rocm.distributed.links import FAST
 from diffusers_rocm.planner.cost import predict
 from diffusers_rocm.planner.hardware import Links, find_gpu
-from diffusers_rocm.planner.rehearsal import rehearse
+from diffusers_rocm.planner.rehearsal import Ledger, rehearse
 
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -51,6 +52,7 @@ FILES = (
 # Bytes a second that a GPU sends: by collectives of 28 MB, and without P2P, of so many GPUs, by the sums of a step.
 NVLINK, THROUGH_HOST = 310e9, {("H200", 4): 27e9, ("H100", 4): 22e9, ("H100", 2): 31e9}
 OFF, REGRET = 0.2, 0.03
+Items = tuple[tuple[str, Any], ...]  # of a dict
 
 
 @functools.cache
@@ -59,6 +61,14 @@ def read(file: str) -> dict:
 
 
 @functools.cache
+def rehearsed(
+    model: str, size: Size, shared: Items, config: Items, dtype: str, rotate_method: str, slow: bool
+) -> Ledger:
+    """Of runs on several machines the same."""
+    known = KNOWN_MODELS[model]
+    return rehearse(known, size, dict(shared), dict(config), getattr(torch, dtype), rotate_method, slow)
+
+
 def predicted(file: str, mesh: str) -> float:
     """ms of a step."""
     request, environment = (read(file)[part] for part in ("request", "environment"))
@@ -66,15 +76,9 @@ def predicted(file: str, mesh: str) -> float:
     rotate_method = degrees.pop("rotate_method", "p2p")
     gpu, count = environment["gpus"][0]["name"].split()[1], len(environment["gpus"])
     rate = THROUGH_HOST[gpu, count] if environment["environment"].get("NCCL_P2P_DISABLE") == "1" else NVLINK
-    ledger = rehearse(
-        KNOWN_MODELS[request["model"]],
-        Size(**request["size"]),
-        {axis: size for axis, size in degrees.items() if axis != "cfg"},
-        request["config"],
-        getattr(torch, request["dtype"]),
-        rotate_method,
-        rate < FAST,
-    )
+    shared = tuple((axis, size) for axis, size in degrees.items() if axis != "cfg")
+    config, size = tuple(request["config"].items()), Size(**request["size"])
+    ledger = rehearsed(request["model"], size, shared, config, request["dtype"], rotate_method, rate < FAST)
     seconds = predict(ledger, degrees, find_gpu(gpu), Links(rate, rate), 8).total
     return seconds * 1e3 * (1 + request["guidance"]) / degrees.get("cfg", 1)
 

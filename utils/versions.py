@@ -13,7 +13,8 @@ from diffusers_rocm.commands import env
 def versions() -> dict[str, str]:
     """Of what was run, by how many ranks, on which GPUs."""
     found = {"torch": torch.__version__, "diffusers": diffusers.__version__, "python": platform.python_version()}
-    found |= {name: env.collect()[name] for name in ("date", "sources")}
+    collected = env.collect()
+    found |= {name: collected[name] for name in ("date", "sources")}
     if torch.cuda.is_available():
         found["device"] = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -143,7 +143,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
 def _check_memory(model: ModelMixin, dtype: torch.dtype, world: int, has_gpus: bool) -> None:
     """Raises ValueError where ranks on a CPU, each of which makes all of the model at first, would end the machine."""
     bytes_of_one, there = sum(x.numel() for x in model.parameters()) * dtype.itemsize, psutil.virtual_memory().total
-    blocks = [name for name in model.config if name.startswith("num_") and name.endswith("layers")]
+    blocks = [name for name, value in model.config.items() if name.endswith("layers") and isinstance(value, int)]
     if not has_gpus and world * bytes_of_one > there:
         raise ValueError(
             f"{world} ranks of {bytes_of_one / 1e9:.1f} GB each, and this machine has {there / 1e9:.1f}: make the "

@@ -417,6 +417,7 @@ class TestBenchStep(unittest.TestCase):
                 ["--mesh", "tp=64"],
                 "64 ranks of 47.6 GB each, .* num_layers=1 num_single_layers=1, say",
             ),
+            ("memory of another", ["--mesh", "tp=64", "--model", "z-image"], "n_layers=1 n_refiner_layers=1, say"),
             ("peer", ["--mesh", "tp=1", *FEW, "--compare", "diffusers"], "--compare diffusers needs GPUs"),
             ("none", [], "there are no GPUs to take all of: give --mesh tp=2"),
             ("cfg", ["--mesh", "cfg=2", *FEW], "add --guidance"),
