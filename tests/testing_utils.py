@@ -200,6 +200,7 @@ def _serve(connection: Connection) -> None:
                     torch.accelerator.set_device_index(rank)
                     backends = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
                     dist.init_process_group(backends, timeout=timedelta(seconds=60), **group)
+                dist.barrier()  # a rank with nothing to do would go away while another still connects, which fails
             connected = True
             with mock.patch.object(attention_heads, "_busy", _as_on_a_cpu) if device != "cpu" else nullcontext():
                 answer = (True, function(*args))
