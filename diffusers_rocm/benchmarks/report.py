@@ -31,12 +31,12 @@ def where(environment: Mapping[str, Any], world: int, device: str | None) -> str
 
 def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> str:
     """What was run, and where."""
-    size = request.size
-    video = f" x {size.frames} frames" if size.frames > 1 else ""
+    size, known = request.size, KNOWN_MODELS[request.model]
+    shape = [f"{size.height}x{size.width}"] * (size.height > 1) + [f"{size.frames} frames"] * (size.frames > 1)
+    text = "" if known.text is None else f"{size.text} text tokens, "
     config = "".join(f", {name}={value}" for name, value in request.config.items())
-    model = f"{request.model} ({KNOWN_MODELS[request.model].cls}{config}), {size.height}x{size.width}{video}"
     return (
-        f"{model}, {size.text} text tokens, {request.dtype}, random weights\n"
+        f"{request.model} ({known.cls}{config}), {' x '.join(shape)}, {text}{request.dtype}, random weights\n"
         f"{where(environment, world, request.device)}"
     )
 

@@ -302,9 +302,10 @@ class _Runner:
             model.enable_parallelism(config=ParallelConfig(**degrees))
         return model
 
-    def _step(self, model: ModelMixin, given: Mapping[str, Any]) -> Callable[[], Tensor]:
+    def _step(self, model: ModelMixin, given: dict[str, Any]) -> Callable[[], Tensor]:
+        # With other channels: tokens in another order are the same text to a model that knows no places of it.
         text = self._known.text
-        other = {**given, text: tree_map_only(Tensor, lambda x: x.flip(-2), given[text])}
+        other = given | {text: tree_map_only(Tensor, lambda x: x.flip(-1), given[text])} if text else given
 
         def predict(arguments: Mapping[str, Any]) -> Tensor:
             return tree_leaves(model(**arguments))[0]  # of one picture, where a model answers with a list
@@ -333,6 +334,8 @@ class _Runner:
             self._from_float32[row.mode] = row.distance
         if not row.distance <= bar:
             row.note = f"wrong: {row.distance:.1e} from {self._request.reference}, more than {bar:.1e}"
+            if self._dtype != torch.float32 and not self._request.in_float32:
+                row.note += ", unless one rank is as far from float32: see --float32-reference"
 
     def _bar(self, row: Row) -> float:
         lossy = any(word in row.name for word in (*COMMUNICATION, FLOAT8))

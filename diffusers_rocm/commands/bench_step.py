@@ -20,7 +20,7 @@ from ..distributed import is_first_rank
 from ..distributed.collectives import COMPRESSED_FROM
 from ..distributed.launching import under_torchrun
 from ..distributed.root_cause import record, unsuccessful
-from ..planner.subject import find_subject
+from ..planner.subject import known_subject, open_folder
 from . import env
 from .bench_output import add_output_arguments, check_output, leave
 from .generate import on_gpus
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="flux",
-        help=f"of its real size, with random weights: {', '.join(KNOWN_MODELS)}; or the folder or id on the Hub of a "
-        "pipeline with such a transformer, of which configs are read alone",
+        help="of its real size, with random weights: a transformer's class or its short name here, of which there are "
+        f"{', '.join(KNOWN_MODELS)}; or a pipeline's folder or id on the Hub, of which configs are read alone",
     )
     parser.add_argument("--resolution", type=int, help="the height; default: what the model is for")
     parser.add_argument("--frames", type=int, help="of a video; default: what the model is for")
@@ -118,6 +118,8 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     known = KNOWN_MODELS[model]
     if not hasattr(diffusers, known.cls):
         raise ValueError(f"diffusers {diffusers.__version__} has no {known.cls}")
+    if known.text is None and (args.text is not None or getattr(args, "guidance", False)):
+        raise ValueError(f"a {known.cls} takes no text: leave out --text and --guidance")
     size = known.sized(args.resolution, args.frames, args.text)
     config |= map(setting, args.config)
     dtype = args.dtype or ("bfloat16" if on_gpus(args) else "float32")
@@ -140,10 +142,14 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     )
 
 
+# How classes name the setting that says how many there are.
+_BLOCKS = ("layers", "blocks", "depth")
+
+
 def _check_memory(model: ModelMixin, dtype: torch.dtype, world: int, has_gpus: bool) -> None:
     """Raises ValueError where ranks on a CPU, each of which makes all of the model at first, would end the machine."""
     bytes_of_one, there = sum(x.numel() for x in model.parameters()) * dtype.itemsize, psutil.virtual_memory().total
-    blocks = [name for name, value in model.config.items() if name.endswith("layers") and isinstance(value, int)]
+    blocks = [name for name, value in model.config.items() if name.endswith(_BLOCKS) and isinstance(value, int)]
     if not has_gpus and world * bytes_of_one > there:
         raise ValueError(
             f"{world} ranks of {bytes_of_one / 1e9:.1f} GB each, and this machine has {there / 1e9:.1f}: make the "
@@ -164,12 +170,22 @@ def _model(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: there is no such pipeline, or one whose transformer is not among the known classes.
     """
-    if text in KNOWN_MODELS:
-        return text, {}
-    subject = find_subject(text)
-    name = next(name for name, known in KNOWN_MODELS.items() if known is subject.known)
-    usual = {**made(subject.known, {}).config, **subject.known.config}
-    return name, {key: value for key, value in subject.config.items() if usual.get(key) not in (value, _tuple(value))}
+    names = {known.cls: name for name, known in KNOWN_MODELS.items()}
+    if text in KNOWN_MODELS or text in names:
+        return names.get(text, text), {}
+    if isinstance(getattr(diffusers, text, None), type):
+        cls, config = text, {}
+    elif (subject := known_subject(text)) is not None:
+        cls, config = subject.known.cls, subject.config
+    else:
+        folder = open_folder(text, KNOWN_MODELS)
+        cls, config = folder.denoiser_class, folder.denoiser_config()
+    if cls not in names:
+        raise ValueError(f"--model {text}: what a {cls} is given in a step is not known here")
+    known = KNOWN_MODELS[names[cls]]
+    usual = {**made(known, {}).config, **known.config}
+    differs = {key: value for key, value in config.items() if usual.get(key) not in (value, _tuple(value))}
+    return names[cls], {key: value for key, value in differs.items() if not key.startswith("_")}
 
 
 def _tuple(value: Any) -> Any:

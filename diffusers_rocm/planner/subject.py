@@ -1,6 +1,7 @@
 """What is planned for: a pipeline's transformer, text encoders and VAE, by their configs alone."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,16 +151,16 @@ def known_subject(model: str) -> Subject | None:
     return next((each for short, each in SUBJECTS.items() if model.lower() in (short, each.name.lower())), None)
 
 
-def open_folder(model: str) -> ModelFolder:
-    """Of a model without a short name.
+def open_folder(model: str, names: Collection[str] = SUBJECTS) -> ModelFolder:
+    """Of a model without a short name, of which there are `names`.
 
     Raises:
         ValueError: there is no pipeline there.
     """
     if "/" not in model and not Path(model).exists():
-        names = ", ".join(SUBJECTS)
+        near = difflib.get_close_matches(model, names, 5) or names
         raise ValueError(
-            f"{model}: there is no such folder, and ids on the Hub are OWNER/NAME; short names are {names}"
+            f"{model}: there is no such folder, and ids on the Hub are OWNER/NAME; short names are {', '.join(near)}"
         )
     return ModelFolder(model)
 

@@ -25,7 +25,7 @@ from PIL import Image
 
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
-from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
 from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, bar_of, measure_step, parse_mesh
 from diffusers_rocm.commands import bench_step
@@ -217,6 +217,16 @@ class TestBenchStep(unittest.TestCase):
         for rows in run_ranks(2, guidance_worker, model):
             assert len(rows) == 3 and all(row[2] == 4 and row[3] <= 1e-4 for row in rows), rows
 
+    def test_forwards_of_guidance_differ(self):
+        """Else a rank that answers for both would be right: FLUX.1 knows no order of its text."""
+        runner = step._Runner(request("cfg=1", guidance=True), torch.device("cpu"))
+        model = runner._build()
+        with torch.no_grad():
+            one, other = runner._step(
+                model, inputs(KNOWN_MODELS["flux"], Size(64, 64, text=16), model, torch.float32)
+            )()
+        assert (one - other).norm() > 0.05 * one.norm()
+
     def test_wrong_is_not_timed(self):
         for rows, shown in run_ranks(2, broken_worker):
             assert rows[0][4] == "" and rows[1][4].startswith("wrong: "), rows
@@ -310,6 +320,7 @@ class TestBenchStep(unittest.TestCase):
             ("black-forest-labs/FLUX.1-schnell", "flux", {"guidance_embeds": False}),
             ("black-forest-labs/FLUX.1-dev", "flux", {}),
             ("wan-1.3b", "wan", {"num_attention_heads": 12}),
+            ("AuraFlowTransformer2DModel", "auraflow", {}),
         ]
     )
     def test_model_by_its_folder_or_id(self, given, name, differs):
@@ -411,7 +422,10 @@ class TestBenchStep(unittest.TestCase):
                 "num_layers=0, num_single_layers=0: ValueError: no blocks are left",
             ),
             ("no heads", ["--mesh", "tp=2", "--config", "num_attention_heads=0"], "ValueError: no heads are left"),
-            ("model", ["--mesh", "tp=2", "--model", "sana"], "sana: there is no such folder, .* short names are flux"),
+            ("model", ["--mesh", "tp=2", "--model", "wam"], "wam: there is no such folder, .* short names are wan"),
+            ("another", ["--mesh", "tp=2", "--model", "no"], "no: there is no such folder, .* short names are flux, "),
+            ("no step", ["--mesh", "tp=2", "--model", "UNet2DModel"], "what a UNet2DModel is given in a step is not"),
+            ("no text", ["--mesh", "tp=2", "--model", "dit", "--text", "7"], "takes no text: leave out --text"),
             (
                 "memory",
                 ["--mesh", "tp=64"],
