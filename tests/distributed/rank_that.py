@@ -9,12 +9,12 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+
+from diffusers_rocm.distributed.launching import end_rank
+from diffusers_rocm.distributed.root_cause import record
 
 
 def main(what: str) -> None:
-    if what == "ends":  # the others never do, and need not wait for all of diffusers either
-        from diffusers_rocm.distributed.launching import end_rank
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     print(f"rank {rank} has pid {os.getpid()} and begins at {time.time()}", flush=True)
@@ -41,6 +41,4 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "is killed while it says why":  # the others need not wait for all of diffusers
-        from diffusers_rocm.distributed.root_cause import record
     record(main)(sys.argv[1])
