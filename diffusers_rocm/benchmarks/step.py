@@ -1,6 +1,7 @@
 """The time and the memory of a denoising step, by mesh: a model of its real size, the peers beside it, in one run."""
 
 import contextlib
+import functools
 import gc
 import math
 import statistics
@@ -303,20 +304,16 @@ class _Runner:
         return model
 
     def _step(self, model: ModelMixin, given: dict[str, Any]) -> Callable[[], Tensor]:
-        # With other channels: tokens in another order are the same text to a model that knows no places of it.
-        text = self._known.text
-        other = given | {text: tree_map_only(Tensor, lambda x: x.flip(-1), given[text])} if text else given
-
         def predict(arguments: Mapping[str, Any]) -> Tensor:
             return tree_leaves(model(**arguments))[0]  # of one picture, where a model answers with a list
 
-        def step() -> Tensor:
-            if not self._request.guidance:
-                return predict(given)
-            # Compared as they are: in `unguided + scale * (guided - unguided)` rounding of both is, times the scale.
-            return torch.stack([predict(given), predict(other)])
-
-        return step
+        if not self._request.guidance:
+            return functools.partial(predict, given)
+        # With other channels: tokens in another order are the same text to a model that knows no places of it.
+        text = self._known.text
+        other = given | {text: tree_map_only(Tensor, lambda x: x.flip(-1), given[text])}
+        # Compared as they are: in `unguided + scale * (guided - unguided)` rounding of both is, times the scale.
+        return lambda: torch.stack([predict(given), predict(other)])
 
     def _compare(self, row: Row, output: Tensor | None) -> None:
         """On the first rank, whose answer all take."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,11 @@ class Size:
 
 
 Randn = Callable[..., Tensor]
+
+
+def mask_of(words: int, text: int, device: torch.device) -> Tensor:
+    """Of a text, padded at its end."""
+    return (torch.arange(text, device=device) < words)[None]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .known_model import KnownModel, Randn, Size
+from .known_model import KnownModel, Randn, Size, mask_of
 
 
 def _ids(height: int, width: int, like: Tensor, dims: int = 3) -> Tensor:
@@ -33,19 +33,6 @@ def _packed(randn: Randn, size: Size, channels: int, text: int) -> dict[str, Any
     }
 
 
-def _flux(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
-    given = _packed(randn, size, config["in_channels"], config["joint_attention_dim"])
-    like = given["hidden_states"]
-    if config["guidance_embeds"]:
-        given["guidance"] = torch.tensor([4.0], device=like.device)  # exact in bf16 after the model's factor of 1000
-    return given | {
-        "pooled_projections": randn(1, config["pooled_projection_dim"]),
-        "timestep": torch.tensor([0.5], device=like.device, dtype=like.dtype),
-        "img_ids": _ids(size.height // 16, size.width // 16, like),
-        "txt_ids": like.new_zeros(size.text, 3),
-    }
-
-
 def _chroma(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = _packed(randn, size, config["in_channels"], config["joint_attention_dim"])
     like = given["hidden_states"]
@@ -54,6 +41,14 @@ def _chroma(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, An
         "img_ids": _ids(size.height // 16, size.width // 16, like),
         "txt_ids": like.new_zeros(size.text, 3),
     }
+
+
+def _flux(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
+    given = _chroma(randn, size, config)
+    if config["guidance_embeds"]:
+        # Exact in bf16 after the model's factor of 1000.
+        given["guidance"] = torch.tensor([4.0], device=given["hidden_states"].device)
+    return given | {"pooled_projections": randn(1, config["pooled_projection_dim"])}
 
 
 def _flux2(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,13 +73,8 @@ def _qwen_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str
 
 
 def _bria(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
-    given = _packed(randn, size, config["in_channels"], config["joint_attention_dim"])
-    like = given["hidden_states"]
-    return given | {
-        "timestep": torch.tensor([500.0], device=like.device),
-        "img_ids": _ids(size.height // 16, size.width // 16, like),
-        "txt_ids": like.new_zeros(size.text, 3),
-    }
+    given = _chroma(randn, size, config)
+    return given | {"timestep": torch.tensor([500.0], device=given["hidden_states"].device)}
 
 
 def _fibo(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +135,7 @@ def _joyimage_edit_plus(randn: Randn, size: Size, config: Mapping[str, Any]) -> 
     return {
         "hidden_states": patches,
         "encoder_hidden_states": randn(1, size.text, config["text_dim"]),
-        "encoder_hidden_states_mask": torch.ones(1, size.text, device=patches.device, dtype=torch.bool),
+        "encoder_hidden_states_mask": mask_of(size.text, size.text, patches.device),
         "timestep": torch.tensor([500.0], device=patches.device),
         "shape_list": [[(1, height, width)] * 2],
     }
@@ -158,20 +148,15 @@ def _krea2(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any
     return {
         "hidden_states": latents,
         "encoder_hidden_states": randn(1, size.text, config["num_text_layers"], config["text_hidden_dim"]),
-        "encoder_attention_mask": torch.arange(size.text, device=latents.device)[None] < size.text // 2,
+        "encoder_attention_mask": mask_of(size.text // 2, size.text, latents.device),
         "timestep": latents.new_tensor([0.5]),
         "position_ids": F.pad(_ids(height, width, latents), (0, 0, size.text, 0)),
     }
 
 
 def _ovis_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
-    given = _packed(randn, size, config["in_channels"], config["joint_attention_dim"])
-    like = given["hidden_states"]
-    return given | {
-        "timestep": like.new_tensor([0.5]),
-        "img_ids": _ids(size.height // 16, size.width // 16, like),
-        "txt_ids": _text_ids(size.text, like, 3, [1, 2]),
-    }
+    given = _chroma(randn, size, config)
+    return given | {"txt_ids": _text_ids(size.text, given["hidden_states"], 3, [1, 2])}
 
 
 def _longcat_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:

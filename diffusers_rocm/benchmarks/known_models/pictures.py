@@ -7,7 +7,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed, get_2d_rotary_pos_embed_lumina
 from torch import Tensor
 
-from .known_model import KnownModel, Randn, Size
+from .known_model import KnownModel, Randn, Size, mask_of
 
 
 def _latents(randn: Randn, size: Size, channels: int, pixels: int = 8) -> Tensor:
@@ -27,11 +27,6 @@ def _picture(
     }
 
 
-def _all_of_text(size: Size, like: Tensor) -> Tensor:
-    """A mask that leaves nothing out."""
-    return torch.ones(1, size.text, device=like.device, dtype=torch.bool)
-
-
 def _z_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     """Lists, of one picture and its text."""
     latents = randn(config["in_channels"], 1, size.height // 8, size.width // 8)
@@ -44,7 +39,7 @@ def _z_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, A
 
 def _lumina2(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = _picture(randn, size, config, config["cap_feat_dim"], 0.5)
-    return given | {"encoder_attention_mask": _all_of_text(size, given["hidden_states"])}
+    return given | {"encoder_attention_mask": mask_of(size.text, size.text, given["hidden_states"].device)}
 
 
 def _lumina_next(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +47,7 @@ def _lumina_next(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[st
     given = _picture(randn, size, config, config["cross_attention_dim"], 0.5)
     like, head = given["hidden_states"], config["hidden_size"] // config["num_attention_heads"]
     return given | {
-        "encoder_mask": _all_of_text(size, like),
+        "encoder_mask": mask_of(size.text, size.text, like.device),
         "image_rotary_emb": get_2d_rotary_pos_embed_lumina(head, size.height // 16, size.width // 16).to(like.device),
         "cross_attention_kwargs": {"base_sequence_length": (config["sample_size"] // config["patch_size"]) ** 2},
     }
@@ -140,9 +135,9 @@ def _hunyuan_dit(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[st
         given["image_meta_size"] = like.new_tensor([[1024, 1024, size.height, size.width, 0, 0]])
     return given | {
         "encoder_hidden_states": randn(1, text, config["cross_attention_dim"]),
-        "text_embedding_mask": torch.ones(1, text, device=like.device, dtype=torch.bool),
+        "text_embedding_mask": mask_of(text, text, like.device),
         "encoder_hidden_states_t5": given["encoder_hidden_states"],
-        "text_embedding_mask_t5": _all_of_text(size, like),
+        "text_embedding_mask_t5": mask_of(size.text, size.text, like.device),
         "image_rotary_emb": get_2d_rotary_pos_embed(
             config["attention_head_dim"], ((0, 0), (32, 32)), grid, device=like.device
         ),
@@ -152,16 +147,15 @@ def _hunyuan_dit(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[st
 def _hunyuan_image(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     """Half of the text is padding, and none of it is to be drawn: all of that for the second encoder is."""
     given = _picture(randn, size, config, config["text_embed_dim"], 500, 32)
-    like, mask = given["hidden_states"], _all_of_text(size, given["hidden_states"])
-    mask[:, size.text // 2 :] = False
+    like = given["hidden_states"]
     if config["text_embed_2_dim"] is not None:
         given["encoder_hidden_states_2"] = like.new_zeros(1, 128, config["text_embed_2_dim"])
-        given["encoder_attention_mask_2"] = torch.zeros(1, 128, device=like.device, dtype=torch.bool)
+        given["encoder_attention_mask_2"] = mask_of(0, 128, like.device)
     if config["guidance_embeds"]:
         given["guidance"] = like.new_tensor([4000])
     if config["use_meanflow"]:
         given["timestep_r"] = like.new_tensor([480])
-    return given | {"encoder_attention_mask": mask}
+    return given | {"encoder_attention_mask": mask_of(size.text // 2, size.text, like.device)}
 
 
 def _omnigen(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,19 +183,22 @@ def _pixart(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, An
     if config["sample_size"] == 128 if told is None else told:
         conditions["resolution"] = like.new_tensor([[size.height, size.width]])
         conditions["aspect_ratio"] = like.new_tensor([[size.height / size.width]])
-    return given | {"encoder_attention_mask": _all_of_text(size, like), "added_cond_kwargs": conditions}
+    return given | {
+        "encoder_attention_mask": mask_of(size.text, size.text, like.device),
+        "added_cond_kwargs": conditions,
+    }
 
 
 def _prx(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = _picture(randn, size, config, config["context_in_dim"], 0.5)
-    return given | {"attention_mask": _all_of_text(size, given["hidden_states"])}
+    return given | {"attention_mask": mask_of(size.text, size.text, given["hidden_states"].device)}
 
 
 def _sana(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = _picture(randn, size, config, config["caption_channels"], 500 * config["timestep_scale"], 32)
     if config["guidance_embeds"]:
         given["guidance"] = given["hidden_states"].new_tensor([4.5 * config["guidance_embeds_scale"]])
-    return given | {"encoder_attention_mask": _all_of_text(size, given["hidden_states"])}
+    return given | {"encoder_attention_mask": mask_of(size.text, size.text, given["hidden_states"].device)}
 
 
 PICTURES = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .known_model import KnownModel, Randn, Size
+from .known_model import KnownModel, Randn, Size, mask_of
 
 
 def _ace_step(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,9 +27,9 @@ def _longcat_audio(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[
     return {
         "hidden_states": latents,
         "encoder_hidden_states": randn(1, size.text, config["dit_text_dim"]),
-        "encoder_attention_mask": torch.ones(1, size.text, device=latents.device, dtype=torch.bool),
+        "encoder_attention_mask": mask_of(size.text, size.text, latents.device),
         "timestep": latents.new_tensor([0.5]),
-        "attention_mask": torch.ones(1, size.frames, device=latents.device, dtype=torch.bool),
+        "attention_mask": mask_of(size.frames, size.frames, latents.device),
         "latent_cond": torch.zeros_like(latents),
     }
 
@@ -60,7 +60,7 @@ def _stable_audio(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[s
 def _stable_audio3(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     """Half of the text is padding; the last token is the duration."""
     latents = randn(1, config["io_channels"], size.frames)
-    mask = torch.arange(size.text, device=latents.device)[None] < size.text // 2
+    mask = mask_of(size.text // 2, size.text, latents.device)
     mask[:, -1] = True
     return {
         "hidden_states": latents,

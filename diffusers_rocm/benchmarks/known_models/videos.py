@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .known_model import KnownModel, Randn, Size
+from .known_model import KnownModel, Randn, Size, mask_of
 
 
 def video(randn: Randn, size: Size, channels: int, text: int, frames: int = 4) -> dict[str, Any]:
@@ -17,11 +17,6 @@ def video(randn: Randn, size: Size, channels: int, text: int, frames: int = 4) -
         "encoder_hidden_states": randn(1, size.text, text),
         "timestep": torch.tensor([500], device=latents.device),
     }
-
-
-def mask_of(words: int, text: int, device: torch.device) -> torch.Tensor:
-    """Of a text, padded at its end."""
-    return (torch.arange(text, device=device) < words)[None]
 
 
 def hunyuan_video(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def wan(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mochi(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = video(randn, size, config["in_channels"], config["text_embed_dim"], 6)
-    mask = torch.ones(1, size.text, device=given["timestep"].device, dtype=torch.bool)
+    mask = mask_of(size.text, size.text, given["timestep"].device)
     return given | {"encoder_attention_mask": mask}
 
 
@@ -61,7 +56,7 @@ def _ltx(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hidden_states": latents,
         "encoder_hidden_states": randn(1, size.text, config["caption_channels"]),
-        "encoder_attention_mask": torch.ones(1, size.text, device=latents.device, dtype=torch.bool),
+        "encoder_attention_mask": mask_of(size.text, size.text, latents.device),
         "timestep": torch.tensor([500], device=latents.device),
         "num_frames": frames,
         "height": height,
@@ -153,7 +148,7 @@ def _latte(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any
 
 def _sana_video(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
     given = video(randn, size, config["in_channels"], config["caption_channels"])
-    mask = torch.ones(1, size.text, device=given["timestep"].device, dtype=torch.bool)
+    mask = mask_of(size.text, size.text, given["timestep"].device)
     return given | {"encoder_attention_mask": mask}
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .known_model import KnownModel, Randn, Size
-from .videos import cogvideox, hunyuan_video, mask_of, wan
+from .known_model import KnownModel, Randn, Size, mask_of
+from .videos import cogvideox, hunyuan_video, wan
 
 
 def _wan_vace(randn: Randn, size: Size, config: Mapping[str, Any]) -> dict[str, Any]:
