@@ -36,10 +36,15 @@ def require_torch_accelerator(test):
     return unittest.skipUnless(torch.accelerator.is_available(), "needs an accelerator")(test)
 
 
+def require_torch_accelerators(count: int):
+    """Runs where at least `count` accelerators are visible."""
+    found = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return unittest.skipUnless(found >= count, f"needs at least {count} accelerators, found {found}")
+
+
 def require_torch_multi_accelerator(test):
     """Runs where at least two accelerators are visible."""
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return unittest.skipUnless(count > 1, f"needs at least 2 accelerators, found {count}")(test)
+    return require_torch_accelerators(2)(test)
 
 
 def relative_l2(x: torch.Tensor, reference: torch.Tensor) -> float:

@@ -24,7 +24,13 @@ from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import message_of, relative_l2, require_torch_multi_accelerator, run_ranks
+from ..testing_utils import (
+    message_of,
+    relative_l2,
+    require_torch_accelerators,
+    require_torch_multi_accelerator,
+    run_ranks,
+)
 
 
 MESHES = ({"tp": 2}, {"ulysses": 2}, {"ring": 2})
@@ -253,20 +259,21 @@ class TestStepGraph(unittest.TestCase):
 
 
 @torch.no_grad()
-def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dtype) -> list[float]:
-    """Against the same model without graphs."""
+def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Against the same model without graphs, and against one process."""
     config, device = FluxTransformerTesterConfig(), torch.device("cuda", torch.distributed.get_rank())
     model = config.get_model(dtype=dtype).to(device)
     inputs = {name: x.to(device) for name, x in config.cast(config.get_inputs(1), dtype).items()}
+    steps = steps_of(inputs, WARM_UP + 3)
+    of_one = [config.get_output(model, each) for each in steps]
     model.enable_parallelism(config=ParallelConfig(**degrees))
     if compiled:
         torch._dynamo.reset()  # of what one process compiles there is a limit
         model.compile_repeated_blocks(fullgraph=True)
-    steps = steps_of(inputs, WARM_UP + 3)
     wanted = [config.get_output(model, each) for each in steps]
     graph = StepGraph(model)
     outputs = [config.get_output(model, each) for each in steps]
-    errors = [relative_l2(x, y) for x, y in zip(outputs, wanted, strict=True)]
+    errors = tuple([relative_l2(x, y) for x, y in zip(outputs, those, strict=True)] for those in (wanted, of_one))
     assert sum(kind.replay is not None for kind in graph._kinds) == 1
     torch.cuda.synchronize()
     graph.remove()
@@ -275,16 +282,22 @@ def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dty
 
 @require_torch_multi_accelerator
 class TestStepGraphAccelerator(unittest.TestCase):
-    @parameterized.expand([(degrees, compiled) for degrees in MESHES for compiled in (False, True)])
+    @parameterized.expand(itertools.product(MESHES, (False, True)))
     def test_parity(self, degrees, compiled):
         for errors in run_ranks(2, accelerator_worker, degrees, compiled, torch.float32, device="cuda"):
-            assert max(errors) <= FLOAT32_BAR, errors
+            assert max(map(max, errors)) <= FLOAT32_BAR, errors
+
+    @parameterized.expand(itertools.product(({"tp": 2, "ulysses": 2}, {"ring": 2, "ulysses": 2}), (False, True)))
+    @require_torch_accelerators(4)
+    def test_parity_of_products(self, degrees, compiled):
+        for errors in run_ranks(4, accelerator_worker, degrees, compiled, torch.float32, device="cuda"):
+            assert max(map(max, errors)) <= FLOAT32_BAR, errors
 
     @parameterized.expand(itertools.product(({"ulysses": 2}, {"tp": 2}), ("exact", "int8"), (False, True)))
     def test_parity_in_few_bits(self, degrees, communication, compiled):
         """What is replayed are the kernels of the model without a graph, which round alike."""
         degrees = degrees | {"communication": communication}
-        for errors in run_ranks(2, accelerator_worker, degrees, compiled, torch.bfloat16, device="cuda"):
+        for errors, _ in run_ranks(2, accelerator_worker, degrees, compiled, torch.bfloat16, device="cuda"):
             assert max(errors) <= FLOAT32_BAR, errors
 
     def test_what_a_capture_forbids(self):
