@@ -22,7 +22,7 @@ class Axis:
         first: global rank of the axis' first rank, the source of broadcasts.
         device: where the group's collectives want their tensors.
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
-        slow_links: whether messages are worth hiding; measured (`links`), and no part of what an axis is.
+        slow_links: by which messages go as is best over such; measured (`links`), and no part of what an axis is.
         multiprocessors: of the GPU on it that has the fewest, by which all cut their messages alike; likewise.
         peer_memory: whether each rank reaches the others' memory, over fast links; likewise.
     """

@@ -1,16 +1,27 @@
 """What every rank must agree on goes through `broadcast_from_first` (bug TP-2 of docs/tp_bugs.md)."""
 
+import itertools
 import unittest
+from dataclasses import replace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
+from diffusers_rocm.distributed import collectives
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.collectives import all_gather, all_gather_text, broadcast_from_first
+from diffusers_rocm.distributed.collectives import (
+    all_gather,
+    all_gather_text,
+    broadcast_from_first,
+    exchange_in_group,
+)
+from diffusers_rocm.distributed.mesh import mesh_axes
 
-from ..testing_utils import run_ranks
+from ..models.testing_utils.common import randn
+from ..testing_utils import relative_l2, run_ranks
 
 
 class Embeds(NamedTuple):
@@ -74,6 +85,26 @@ def text_worker() -> list[str]:
     return all_gather_text("" if dist.get_rank() == 1 else "größer", world_axis())
 
 
+def exchange_worker(sizes: list[list[int]], compiled: bool, communication: str) -> tuple[float, int]:
+    """`sizes[i][j]` elements go from rank i to rank j, over slow links: how far they are from what plain messages
+    bring, and how many of those were sent."""
+    axis = replace(mesh_axes({"ulysses": 2}).sending(communication).ulysses, slow_links=True)
+    send, receive = tuple(sizes[axis.rank]), tuple(row[axis.rank] for row in sizes)
+    x = randn(sum(send), seed=axis.rank)
+    wanted = exchange_in_group(x, send, receive, axis.group)
+    torch._dynamo.reset()
+    exchange = torch.compile(collectives.exchange, fullgraph=True) if compiled else collectives.exchange
+    messages = []
+
+    def noted(*args):
+        messages.append(args)
+        return exchange_in_group(*args)
+
+    with mock.patch.object(collectives, "exchange_in_group", noted):
+        got = exchange([x], 0, send, receive, axis)
+    return relative_l2(got, wanted), len(messages)
+
+
 class TestCollectives(unittest.TestCase):
     @parameterized.expand([(2,), (4,)])
     def test_inputs_are_equal_after_the_broadcast(self, world):
@@ -84,6 +115,13 @@ class TestCollectives(unittest.TestCase):
 
     def test_texts_one_of_them_empty(self):
         assert run_ranks(3, text_worker) == [["größer", "", "größer"]] * 3
+
+    @parameterized.expand(itertools.product((False, True), ("exact", "int8")))
+    def test_exchange_of_two_over_slow_links(self, compiled, communication):
+        """As many for each other as the other has for it, and what is kept may be more: a gather. Else as ever."""
+        for sizes, messages in (([[128, 128], [128, 128]], 0), ([[70, 200], [200, 3]], 0), ([[5, 70], [200, 5]], 1)):
+            for error, plain in run_ranks(2, exchange_worker, sizes, compiled, communication):
+                assert error <= (0 if communication == "exact" else 0.01) and plain == messages, (sizes, error, plain)
 
     @parameterized.expand([((3, 3),), ((3, 2),), ((5, 4, 4),), ((1, 1, 1, 0),)])
     def test_gather_of_uneven_slices(self, sizes):

@@ -1,5 +1,6 @@
 """Activations in 8 bits: how far they are from what was sent, that all ranks get the same, and whole models."""
 
+import functools
 import math
 import unittest
 from unittest import mock
@@ -32,30 +33,31 @@ MODELS = {
 MESHES = [{"tp": 2}, {"tp": 3}, {"ulysses": 2}, {"ulysses": 3}, {"ring": 2}, {"ring": 3}, {"ulysses": 2, "tp": 2}]
 
 
-def collectives_worker() -> dict:
+def collectives_worker(world: int, compiled: bool) -> dict:
     """Sums, exchanges and gathers of several ranks, of sizes that no group divides, against the exact ones."""
-    axis, results = mesh_axes({"ring": 3}).sending("int8").ring, {}
-    exact = mesh_axes({"ring": 3}).ring
+    torch._dynamo.reset()
+    make = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
+    reduce, exchange, gather = map(
+        make, (collectives.reduce_from_axis, collectives.exchange, collectives.gather_tokens)
+    )
+    axis, results = mesh_axes({"ring": world}).sending("int8").ring, {}
+    exact = mesh_axes({"ring": world}).ring
     x = randn(3, 7, 41, seed=axis.rank)
     with mock.patch.object(collectives, "COMPRESSED_FROM", x.numel()):
-        summed = collectives.reduce_from_axis(x.clone(), axis)
+        summed = reduce(x.clone(), axis)
     results["sum"] = relative_l2(summed, collectives.reduce_from_axis(x.clone(), exact))
     results["same on all"] = torch.equal(collectives.broadcast_from_first(summed, exact), summed)
-    results["small"] = torch.equal(
-        collectives.reduce_from_axis(x.clone(), axis), collectives.reduce_from_axis(x.clone(), exact)
-    )
+    results["small"] = torch.equal(reduce(x.clone(), axis), collectives.reduce_from_axis(x.clone(), exact))
     for name, unit in (("uneven", 1), ("groups", GROUP)):
-        send = tuple(unit * (rank + 2) * (axis.rank + 1) for rank in range(3))
-        receive = tuple(unit * (axis.rank + 2) * (rank + 1) for rank in range(3))
+        send = tuple(unit * (rank + 2) * (axis.rank + 1) for rank in range(world))
+        receive = tuple(unit * (axis.rank + 2) * (rank + 1) for rank in range(world))
         x = randn(sum(send), seed=axis.rank)
         results[name] = relative_l2(
-            collectives.exchange([x], 0, send, receive, axis), collectives.exchange([x], 0, send, receive, exact)
+            exchange([x], 0, send, receive, axis), collectives.exchange([x], 0, send, receive, exact)
         )
-    sizes = (2, 5, 3)
+    sizes = (2, 5, 3)[:world]
     x = randn(sizes[axis.rank], 3, 11, seed=axis.rank)
-    results["gather"] = relative_l2(
-        collectives.gather_tokens(x, sizes, axis), collectives.gather_tokens(x, sizes, exact)
-    )
+    results["gather"] = relative_l2(gather(x, sizes, axis), collectives.gather_tokens(x, sizes, exact))
     x = randn(3, 7, 41, seed=axis.rank).requires_grad_()
     results["gradients"] = torch.equal(collectives.reduce_from_axis(x, axis), collectives.reduce_from_axis(x, exact))
     return results
@@ -112,8 +114,9 @@ class TestCompression(unittest.TestCase):
         int8 = relative_l2(decompress(compress(x), len(x), torch.float32), x)
         assert int8 < 0.007 and 0.02 < float8, (int8, float8)
 
-    def test_collectives(self):
-        for results in run_ranks(3, collectives_worker):
+    @parameterized.expand([(2, False), (3, False), (2, True)])
+    def test_collectives(self, world, compiled):
+        for results in run_ranks(world, collectives_worker, world, compiled):
             assert results.pop("same on all") and results.pop("small") and results.pop("gradients")
             for name, error in results.items():
                 assert 1e-4 < error < 0.01, (name, error)
