@@ -46,11 +46,11 @@ FILES = (
     "step_flux_65k_2xh100",
     "step_flux_65k_2xh100_p2p_off",
     "step_sd35_2xh100",
-    "step_wan_2xh100",
-    "step_wan_2xh100_p2p_off",
+    "step_wan_2xh200",
+    "step_wan_2xh200_p2p_off",
 )
 # Bytes a second that a GPU sends: by collectives of 28 MB, and without P2P, of so many GPUs, by the sums of a step.
-NVLINK, THROUGH_HOST = 310e9, {("H200", 4): 27e9, ("H100", 4): 22e9, ("H100", 2): 31e9}
+NVLINK, THROUGH_HOST = 310e9, {("H200", 4): 27e9, ("H100", 4): 22e9, ("H100", 2): 31e9, ("H200", 2): 32e9}
 OFF, REGRET = 0.2, 0.03
 Items = tuple[tuple[str, Any], ...]  # of a dict
 

@@ -245,7 +245,7 @@ def kernels(*names: str) -> str:
 
 
 # What was aimed at: of which runs, of those that a machine has, by which rows, and how far over one rank.
-P2P_OFF = "step_flux_{}_p2p_off", "step_flux_graphs_{}_p2p_off"
+P2P_OFF = ("step_flux_graphs_{}_p2p_off",)
 AIMS = (
     ("1024x1024, exact, compiled", ("step_flux_graphs_{}",), "", 3.3),
     ("1024x1024, `tp=4`, compiled", ("step_flux_graphs_{}",), "tp=4", 2.9),
@@ -324,7 +324,7 @@ REPLAYED = (
         "1024x1024, compiled, P2P off",
         "compile+graph",
         ("ulysses=4", "ring=4", "tp=4"),
-        ("step_flux_graphs_4xh100_p2p_off",),
+        ("step_flux_graphs_4xh100_p2p_off", "step_flux_graphs_4xh200_p2p_off"),
     ),
 )
 

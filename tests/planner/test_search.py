@@ -47,7 +47,7 @@ def script(name: str) -> ModuleType:
 class TestCost(unittest.TestCase):
     def test_what_was_measured(self):
         """Every row within a fifth, and no mesh chosen that was much slower than the best: also of slow links."""
-        files = ("step_flux_graphs_4xh100", "step_flux_65k_4xh200_p2p_off", "step_wan_2xh100_p2p_off")
+        files = ("step_flux_graphs_4xh100", "step_flux_65k_4xh200_p2p_off", "step_wan_2xh200_p2p_off")
         check = script("check_planner")
         with mock.patch.object(sys, "argv", ["check_planner", "--files", *files]):
             result = in_process(check.main)
