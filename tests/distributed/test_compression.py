@@ -1,6 +1,5 @@
 """Activations in 8 bits: how far they are from what was sent, that all ranks get the same, and whole models."""
 
-import functools
 import math
 import unittest
 from unittest import mock
@@ -13,7 +12,14 @@ from parameterized import parameterized
 
 from diffusers_rocm import ContextParallelConfig, ParallelConfig, TensorParallelConfig
 from diffusers_rocm.distributed import collectives
-from diffusers_rocm.distributed.compression import GROUP, compress, compressed_size, decompress
+from diffusers_rocm.distributed.compression import (
+    GROUP,
+    compress,
+    compress_parts,
+    compressed_size,
+    decompress,
+    decompress_parts,
+)
 from diffusers_rocm.distributed.mesh import mesh_axes
 
 from ..models.testing_utils.common import randn
@@ -33,31 +39,30 @@ MODELS = {
 MESHES = [{"tp": 2}, {"tp": 3}, {"ulysses": 2}, {"ulysses": 3}, {"ring": 2}, {"ring": 3}, {"ulysses": 2, "tp": 2}]
 
 
-def collectives_worker(world: int, compiled: bool) -> dict:
+def collectives_worker(world: int) -> dict:
     """Sums, exchanges and gathers of several ranks, of sizes that no group divides, against the exact ones."""
-    torch._dynamo.reset()
-    make = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compiled else lambda function: function
-    reduce, exchange, gather = map(
-        make, (collectives.reduce_from_axis, collectives.exchange, collectives.gather_tokens)
-    )
     axis, results = mesh_axes({"ring": world}).sending("int8").ring, {}
     exact = mesh_axes({"ring": world}).ring
     x = randn(3, 7, 41, seed=axis.rank)
     with mock.patch.object(collectives, "COMPRESSED_FROM", x.numel()):
-        summed = reduce(x.clone(), axis)
+        summed = collectives.reduce_from_axis(x.clone(), axis)
     results["sum"] = relative_l2(summed, collectives.reduce_from_axis(x.clone(), exact))
     results["same on all"] = torch.equal(collectives.broadcast_from_first(summed, exact), summed)
-    results["small"] = torch.equal(reduce(x.clone(), axis), collectives.reduce_from_axis(x.clone(), exact))
+    results["small"] = torch.equal(
+        collectives.reduce_from_axis(x.clone(), axis), collectives.reduce_from_axis(x.clone(), exact)
+    )
     for name, unit in (("uneven", 1), ("groups", GROUP)):
         send = tuple(unit * (rank + 2) * (axis.rank + 1) for rank in range(world))
         receive = tuple(unit * (axis.rank + 2) * (rank + 1) for rank in range(world))
         x = randn(sum(send), seed=axis.rank)
         results[name] = relative_l2(
-            exchange([x], 0, send, receive, axis), collectives.exchange([x], 0, send, receive, exact)
+            collectives.exchange([x], 0, send, receive, axis), collectives.exchange([x], 0, send, receive, exact)
         )
     sizes = (2, 5, 3)[:world]
     x = randn(sizes[axis.rank], 3, 11, seed=axis.rank)
-    results["gather"] = relative_l2(gather(x, sizes, axis), collectives.gather_tokens(x, sizes, exact))
+    results["gather"] = relative_l2(
+        collectives.gather_tokens(x, sizes, axis), collectives.gather_tokens(x, sizes, exact)
+    )
     x = randn(3, 7, 41, seed=axis.rank).requires_grad_()
     results["gradients"] = torch.equal(collectives.reduce_from_axis(x, axis), collectives.reduce_from_axis(x, exact))
     return results
@@ -106,6 +111,15 @@ class TestCompression(unittest.TestCase):
         assert back[:GROUP].eq(1).all() and back[GROUP:].isnan().all()
         assert decompress(compress(torch.zeros(5)), 5, torch.bfloat16).eq(0).all()
 
+    def test_parts_that_no_group_divides_are_whole_where_compiled(self):
+        """torch 2.13's compiler for CPUs splits a loop into groups, and forgets what is left."""
+        counts = 70, 200
+        x = randn(sum(counts), seed=0)
+        records = compress_parts(x, counts)
+        torch._dynamo.reset()
+        back = torch.compile(decompress_parts, fullgraph=True)(records, counts, torch.float32)
+        assert torch.equal(back, decompress_parts(records, counts, torch.float32)) and relative_l2(back, x) < 0.007
+
     def test_float8_rounds_more_coarsely(self):
         x = randn(1000 * GROUP, seed=0)
         groups = x.view(-1, GROUP)
@@ -114,9 +128,9 @@ class TestCompression(unittest.TestCase):
         int8 = relative_l2(decompress(compress(x), len(x), torch.float32), x)
         assert int8 < 0.007 and 0.02 < float8, (int8, float8)
 
-    @parameterized.expand([(2, False), (3, False), (2, True)])
-    def test_collectives(self, world, compiled):
-        for results in run_ranks(world, collectives_worker, world, compiled):
+    @parameterized.expand([(2,), (3,)])
+    def test_collectives(self, world):
+        for results in run_ranks(world, collectives_worker, world):
             assert results.pop("same on all") and results.pop("small") and results.pop("gradients")
             for name, error in results.items():
                 assert 1e-4 < error < 0.01, (name, error)
