@@ -273,6 +273,7 @@ def aims(machine: str) -> str:
         best = []
         for whose in (("",), PEERS):
             of = [row for row in rows if row["name"].rpartition(" ")[0] in whose and row["name"] != "one rank"]
+            of = [row for row in of if "float8" not in row["name"]]  # wrong, in every run that compares with float32
             fitting = [row for row in of if fits(row["name"].rpartition(" ")[2], mesh)]
             exact = [row for row in of if row["name"].rpartition(" ")[2] == mesh.partition(",8 bits")[0]]
             best.append(max(fitting or exact, key=lambda row: row["speedup"]))

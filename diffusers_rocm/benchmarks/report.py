@@ -98,12 +98,13 @@ def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Bar:
-    """What was measured of one thing; those of one kind have one colour."""
+    """What was measured of one thing, and each time; those of one kind have one colour."""
 
     name: str
     value: float
     said: str
     kind: str = ""
+    times: Sequence[float] = ()
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
@@ -111,12 +112,13 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
     found = []
     for row, speedup in zip(rows, speedups(rows), strict=True):
         said = row.note.partition(":")[0] or f"{row.median:.1f}  ({speedup:.2f}x)"
-        found.append(Bar(f"{row.name}, {row.mode}", 0.0 if row.note else row.median, said, row.mode))
+        value, times = (0.0, ()) if row.note else (row.median, row.milliseconds)
+        found.append(Bar(f"{row.name}, {row.mode}", value, said, row.mode, times))
     return found
 
 
 def draw(bars: Sequence[Bar], title: str, unit: str, file: Path) -> None:
-    """Needs matplotlib."""
+    """Bars, with the least and the most of what was measured several times. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     kinds, lines = list(dict.fromkeys(bar.kind for bar in bars)), title.splitlines()
@@ -127,6 +129,11 @@ def draw(bars: Sequence[Bar], title: str, unit: str, file: Path) -> None:
         [bar.value for bar in bars],
         tick_label=[bar.name for bar in bars],
         color=[f"C{kinds.index(bar.kind)}" for bar in bars],
+        xerr=[
+            [bar.value - min(bar.times, default=bar.value) for bar in bars],
+            [max(bar.times, default=bar.value) - bar.value for bar in bars],
+        ],
+        capsize=3,
     )
     axes.bar_label(drawn, [bar.said for bar in bars], padding=3)
     axes.invert_yaxis()

@@ -43,7 +43,13 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
         "collectives": [asdict(each) | {"microseconds": each.median} for each in found],
     }
     bars = [
-        Bar(f"{each.name}, {max(each.sent) / 1e6:.3f} MB", each.median, f"{each.median:.0f}", each.name)
+        Bar(
+            name=f"{each.name}, {max(each.sent) / 1e6:.3f} MB",
+            value=each.median,
+            said=f"{each.median:.0f}",
+            kind=each.name,
+            times=each.microseconds,
+        )
         for each in found
     ]
     leave(args, argv, heading, comm_table(found), measured, bars, "microseconds")

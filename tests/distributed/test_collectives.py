@@ -84,10 +84,13 @@ def text_worker() -> list[str]:
     return all_gather_text("" if dist.get_rank() == 1 else "größer", world_axis())
 
 
-def exchange_worker(sizes: list[list[int]], compiled: bool, communication: str) -> tuple[float, int]:
-    """`sizes[i][j]` elements go from rank i to rank j, over slow links: how far they are from what plain messages
+def exchange_worker(
+    sizes: list[list[int]], slow: bool, device: str, compiled: bool, communication: str
+) -> tuple[float, int]:
+    """`sizes[i][j]` elements go from rank i to rank j: how far they are from what plain messages
     bring, and how many of those were sent."""
-    axis = replace(mesh_axes({"ulysses": 2}).sending(communication).ulysses, slow_links=True)
+    axis = mesh_axes({"ulysses": 2}).sending(communication).ulysses
+    axis = replace(axis, slow_links=slow, device=torch.device(device))  # as that does
     send, receive = tuple(sizes[axis.rank]), tuple(row[axis.rank] for row in sizes)
     x = randn(sum(send), seed=axis.rank)
     wanted = exchange_in_group(x, send, receive, axis.group)
@@ -119,17 +122,19 @@ class TestCollectives(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ([[128, 128], [128, 128]], 0, False, "exact"),
-            ([[70, 200], [200, 3]], 0, False, "exact"),
-            ([[5, 70], [200, 5]], 1, False, "exact"),
-            ([[70, 200], [200, 3]], 0, True, "exact"),
-            ([[70, 200], [200, 3]], 0, False, "int8"),
+            ([[128, 128], [128, 128]], 0, True, "cuda", False, "exact"),
+            ([[128, 128], [128, 128]], 1, False, "cuda", False, "exact"),
+            ([[128, 128], [128, 128]], 1, True, "cpu", False, "exact"),
+            ([[70, 200], [200, 3]], 0, True, "cuda", False, "exact"),
+            ([[5, 70], [200, 5]], 1, True, "cuda", False, "exact"),
+            ([[70, 200], [200, 3]], 0, True, "cuda", True, "exact"),
+            ([[70, 200], [200, 3]], 0, True, "cuda", False, "int8"),
         ]
     )
-    def test_exchange_of_two_over_slow_links(self, sizes, messages, compiled, communication):
-        """As many for each other as the other has for it, and what is kept may be more: a gather. Else as ever."""
-        for error, plain in run_ranks(2, exchange_worker, sizes, compiled, communication):
-            assert error <= (0 if communication == "exact" else 0.01) and plain == messages, (error, plain)
+    def test_exchange_of_two(self, sizes, messages, *how):
+        """GPUs over slow links, as many for each other as the other has for it: a gather. Else as ever."""
+        for error, plain in run_ranks(2, exchange_worker, sizes, *how):
+            assert error <= (0 if "exact" in how else 0.01) and plain == messages, (error, plain)
 
     @parameterized.expand([((3, 3),), ((3, 2),), ((5, 4, 4),), ((1, 1, 1, 0),)])
     def test_gather_of_uneven_slices(self, sizes):

@@ -63,6 +63,12 @@ def collectives_worker(world: int) -> dict:
     results["gather"] = relative_l2(
         collectives.gather_tokens(x, sizes, axis), collectives.gather_tokens(x, sizes, exact)
     )
+    if world == 2:  # each rank rounds once what it sends, and sums in float32
+        x, y = (randn(3, 90, seed=rank).bfloat16() for rank in (axis.rank, 1 - axis.rank))
+        rounded = [decompress(compress(each.flatten()), each.numel(), torch.float32) for each in (x, y)]
+        with mock.patch.object(collectives, "COMPRESSED_FROM", 1):
+            summed = collectives.reduce_from_axis(x.clone(), axis)
+        results["rounded once"] = torch.equal(summed.flatten(), sum(rounded).bfloat16())
     x = randn(3, 7, 41, seed=axis.rank).requires_grad_()
     results["gradients"] = torch.equal(collectives.reduce_from_axis(x, axis), collectives.reduce_from_axis(x, exact))
     return results
@@ -132,6 +138,7 @@ class TestCompression(unittest.TestCase):
     def test_collectives(self, world):
         for results in run_ranks(world, collectives_worker, world):
             assert results.pop("same on all") and results.pop("small") and results.pop("gradients")
+            assert results.pop("rounded once", True)
             for name, error in results.items():
                 assert 1e-4 < error < 0.01, (name, error)
 
