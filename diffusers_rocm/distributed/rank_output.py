@@ -59,7 +59,9 @@ class Forwarder:
             self._gone.append(target)
 
     def _forward(self, last: bool = False) -> None:
-        for file in sorted(self._folder.glob("**/std*.log"), key=lambda file: int(file.parent.name)):
+        # stderr first: what is said on the way comes before what comes of it.
+        files = sorted(self._folder.glob("**/std*.log"), key=lambda file: (int(file.parent.name), file.name))
+        for file in files:
             with file.open("rb") as stream:
                 stream.seek(self._offsets.get(file, 0))
                 text = stream.read()

@@ -1,5 +1,6 @@
 """The launcher: a failing rank ends the run and has the last word; nothing outlives it."""
 
+import io
 import os
 import re
 import signal
@@ -9,13 +10,16 @@ import sys
 import tempfile
 import time
 import unittest
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from parameterized import parameterized
 
 from diffusers_rocm.distributed.launching import check_port, launch
+from diffusers_rocm.distributed.rank_output import Forwarder
 from diffusers_rocm.distributed.root_cause import Cause, root_cause
 
 from ..testing_utils import in_process, slow
@@ -110,6 +114,17 @@ class TestLaunch(unittest.TestCase):
         assert process.returncode == 130 and "Traceback" not in err, err
         assert err.strip().splitlines()[-1] == "diffusers-rocm: stopped by SIGINT", err
         assert not any(alive(pid) for pid in started)
+
+    def test_what_is_said_on_the_way_comes_before_what_comes_of_it(self):
+        with tempfile.TemporaryDirectory() as folder:
+            files = {Path(folder, "0", f"{name}.log"): f"{name}\n" for name in ("stdout", "stderr")}
+            Path(folder, "0").mkdir()
+            for file, text in files.items():
+                file.write_text(text)
+            both = io.TextIOWrapper(io.BytesIO())
+            with mock.patch.object(Path, "glob", lambda *_: files), redirect_stdout(both), redirect_stderr(both):
+                Forwarder(Path(folder))._forward(last=True)
+            assert both.buffer.getvalue() == b"stderr\nstdout\n"
 
     def test_a_port_in_use(self):
         with socket.socket() as listener:
