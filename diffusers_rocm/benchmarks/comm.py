@@ -28,7 +28,7 @@ class Collective:
     """Calls of one kind and size.
 
     Attributes:
-        sent: bytes that each rank gives.
+        sent: bytes that each rank gives away.
         calls: in a step.
         microseconds: of one, in each repeat.
     """

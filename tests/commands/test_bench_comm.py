@@ -48,6 +48,9 @@ class TestBenchComm(unittest.TestCase):
             image = 256 * 4 * 128 * 4  # bytes of the image's tokens, in float32
             sums = {size for each in found if each.name == "all-reduce" for size in each.sent}
             assert mesh != "tp=2" or sums == {image, image // 16, image + image // 16}, sums
+            # Queries, keys, values and what comes of them: of half of all tokens, in three blocks, half goes.
+            given = sum(each.calls * each.sent[0] for each in found if each.name == "all-to-all")
+            assert mesh == "tp=2" or given == 3 * 4 * (image + image // 16) // 4, given
 
     def test_comm_of_what_cannot_be_had(self):
         config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
