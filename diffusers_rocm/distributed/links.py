@@ -37,8 +37,8 @@ def links_are_slow(axis: Axis) -> bool:
     slowest = all_gather_int64(torch.tensor([_rate(axis)]), axis).min().item()
     rate = f"{slowest / 1e9:.0f} GB/s from each" if slowest else "what the host can"
     so = "they go beside what is computed" if slowest < FAST else "they go by themselves"
-    if slowest and slowest < FAST and axis.size == 2:
-        so += ", those of Ulysses by a gather"
+    if axis.name == "ulysses" and axis.size == 2 and 0 < slowest < FAST:
+        so += ", by a gather"
     logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rate}: {so}")
     return slowest < FAST
 

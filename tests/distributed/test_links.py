@@ -71,6 +71,21 @@ class TestLinks(unittest.TestCase):
         assert not links_are_slow(Axis.single("ulysses"))
         assert not reaches_memory(Axis.single("ulysses"))
 
+    @parameterized.expand(
+        [
+            ("ulysses", 2, 50e9, "beside what is computed, by a gather"),
+            ("ulysses", 4, 50e9, "beside what is computed"),
+            ("ring", 2, 50e9, "beside what is computed"),
+            ("ulysses", 2, 300e9, "by themselves"),
+            ("ulysses", 2, 0, "beside what is computed"),  # a CPU's
+        ]
+    )
+    def test_what_is_said(self, name, size, rate, said):
+        found = {"_rate": lambda _: int(rate), "all_gather_int64": lambda own, axis: own}
+        with mock.patch.multiple(links, **found), self.assertLogs(links.logger, "INFO") as logs:
+            links_are_slow(replace(Axis.single(name), size=size))
+        assert logs.output[0].endswith(f": they go {said}"), logs.output
+
     def test_whose_memory_is_reached(self):
         """That of NVIDIA's GPUs of one host, of which no two ranks have the same, and each reaches the others."""
 
