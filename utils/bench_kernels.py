@@ -122,10 +122,10 @@ def measure(
         model.enable_parallelism(config=diffusers_rocm.ParallelConfig(**parse_mesh(mesh)))
     if args.fuse:
         model.fuse_qkv_projections()
+    graph = StepGraph(model) if "graph" in flags else None
     if "compile" in flags:
         options = {} if args.wait is None else {"options": WAYS_TO_WAIT[args.wait]}
         model.compile_repeated_blocks(fullgraph=True, **options)
-    graph = StepGraph(model) if "graph" in flags else None
     for _ in range(2 + WARM_UP):
         model(**given)
     clock = Clock(device)

@@ -390,7 +390,6 @@ TABLES = {
     "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
     "kernels_wait_p2p_off": lambda: kernels("kernels_wait_at_once_4xh200_p2p_off", "kernels_wait_late_4xh200_p2p_off"),
     "kernels_wait_2xh100": lambda: kernels("kernels_wait_at_once_2xh100", "kernels_wait_late_2xh100"),
-    "kernels_no_graph": lambda: kernels("kernels_no_graph_at_once_2xh100", "kernels_no_graph_late_2xh100"),
     "kernels_tp_p2p_off": lambda: kernels("kernels_tp_at_once_2xh100_p2p_off", "kernels_tp_late_2xh100_p2p_off"),
     "replayed": replayed,
     "aims_4xh100": lambda: aims("4xh100"),

@@ -250,10 +250,10 @@ class _Runner:
                 model = self._build()
                 step = self._step(model, inputs(self._known, self._request.size, model, self._dtype))
                 model = self._enabled(row.name, model)
-                if "compile" in flags:
-                    model.compile_repeated_blocks(fullgraph=row.name in (ONE, *self._request.meshes))
                 if "graph" in flags:
                     graph = StepGraph(model)
+                if "compile" in flags:
+                    model.compile_repeated_blocks(fullgraph=row.name in (ONE, *self._request.meshes))
                 for _ in range(self._request.warmup + (WARM_UP if graph is not None else 0)):
                     step()
                 self._clock.sync()

@@ -258,7 +258,7 @@ def exchange(
         [sum(receive)], in rank order.
     """
     trained = any(map(_needs_grad, parts))
-    of_a_graph = axis.peer_memory and (torch.compiler.is_compiling() or in_call_of_a_graph())
+    of_a_graph = axis.peer_memory and in_call_of_a_graph()
     plain = not trained and axis.communication == EXACT and all(part.dtype == parts[0].dtype for part in parts)
     if of_a_graph and plain and all(size == send[0] for size in (*send, *receive)):
         return exchange_by_copies(parts, dim, axis.size, axis.group)

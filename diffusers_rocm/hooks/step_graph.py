@@ -160,6 +160,11 @@ class StepGraph(AroundCall):
             raise ValueError(f"a step of this {name} cannot be captured, leave graphs out: {reason}") from error
 
 
+def has_graph(model: nn.Module) -> bool:
+    """Whether a model's steps are replayed as graphs, or will be."""
+    return any(isinstance(each, StepGraph) for each in vars(model).get("around_call", ()))
+
+
 def _describe(leaf: Any) -> tuple:
     if isinstance(leaf, Tensor):
         return Tensor, leaf.shape, leaf.dtype

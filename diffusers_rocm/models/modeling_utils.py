@@ -26,6 +26,7 @@ from ..hooks.context_parallel import attention_modules, split_sequences
 from ..hooks.group_offload import check_weights_are_here, regroup
 from ..hooks.modulation import share_modulation
 from ..hooks.sequence_split import SequenceSplit, SplitProcessor
+from ..hooks.step_graph import has_graph
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
     base_layer,
@@ -380,13 +381,13 @@ def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
         """Many classes with a plan do not name their blocks: what has several Linears in a list is one.
 
-        Where links between split sequences are slow, or messages occupy no multiprocessor, they go beside what does
-        not need them, unless `options` or a `mode` are given.
+        Where links between split sequences are slow, or messages occupy no multiprocessor, as in a graph that is
+        there already, they go beside what does not need them, unless `options` or a `mode` are given.
         """
         parallelism, backend = getattr(self, "parallelism", None), kwargs.get("backend", "inductor")
         if parallelism is not None and backend == "inductor" and not kwargs.keys() & {"mode", "options"}:
             ring, ulysses = parallelism.axes.ring, parallelism.axes.ulysses
-            if ring.slow_links or ulysses.slow_links or ulysses.peer_memory:
+            if ring.slow_links or ulysses.slow_links or ulysses.peer_memory and has_graph(self):
                 kwargs["options"] = HIDE_MESSAGES
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)

@@ -14,6 +14,7 @@ from diffusers_rocm.distributed import links
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_reduce
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
+from diffusers_rocm.hooks.step_graph import StepGraph
 from diffusers_rocm.models import attention_heads, modeling_utils
 from diffusers_rocm.models.attention_heads import Busy
 
@@ -173,26 +174,29 @@ def order_worker() -> list[list[str]]:
     return found
 
 
-# Whether links are slow, whether ranks reach each other's memory, what is asked for, and the options that blocks are
-# compiled with, by their names.
+# Whether links are slow, whether ranks reach each other's memory, whether the model is a graph, what is asked for, and
+# the options that blocks are compiled with, by their names.
 USES = (
-    (True, False, {}, [*HIDE_MESSAGES]),
-    (False, False, {}, []),
-    (False, True, {}, [*HIDE_MESSAGES]),
-    (True, False, {"mode": "max-autotune"}, []),
-    (True, False, {"options": {"max_autotune": True}}, ["max_autotune"]),
-    (True, False, {"backend": "eager"}, []),
+    (True, False, False, {}, [*HIDE_MESSAGES]),
+    (False, False, True, {}, []),
+    (False, True, True, {}, [*HIDE_MESSAGES]),
+    (False, True, False, {}, []),
+    (True, False, False, {"mode": "max-autotune"}, []),
+    (True, False, False, {"options": {"max_autotune": True}}, ["max_autotune"]),
+    (True, False, False, {"backend": "eager"}, []),
 )
 
 
 def given_worker() -> list[list[list[str]]]:
     """The options of every block, for each use."""
     found = []
-    for slow, reached, kwargs, _ in USES:
+    for slow, reached, of_a_graph, kwargs, _ in USES:
         model, given = FluxTransformerTesterConfig().get_model(), []
         reaches_memory = mock.patch.object(modeling_utils, "reaches_memory", lambda axis, reached=reached: reached)
         with mock.patch.object(links, "FAST", 1.0 if slow else 0.0), reaches_memory:
             model.enable_parallelism(config=ParallelConfig(ulysses=2))
+        if of_a_graph:
+            StepGraph(model)
 
         def compiled(self, options=(), given=given, **kwargs):
             given.append([*options])

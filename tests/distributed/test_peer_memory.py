@@ -1,6 +1,7 @@
 """Messages by copies out of the other ranks' memory; on a CPU, a file that all ranks map stands in for it."""
 
 import contextlib
+import math
 import tempfile
 import time
 import unittest
@@ -37,7 +38,7 @@ from ..hooks.test_step_graph import Recorder, steps_of
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
-from ..testing_utils import relative_l2, require_torch_multi_accelerator, run_ranks
+from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
 
 
 class Even(FluxTransformerTesterConfig):
@@ -250,7 +251,7 @@ class Replayed(Recorder):
 
 
 @torch.no_grad()
-def flux_worker(folder: str, compiled: bool) -> tuple[float, list[int]]:
+def flux_worker(folder: str, how: str) -> tuple[float, list[int]]:
     """The largest error of FLUX as a graph over ranks that reach each other's memory; of a replay the messages
     that are fetched, those that go by the process group, and those that are not made where they are fetched."""
     config = Even()
@@ -260,9 +261,12 @@ def flux_worker(folder: str, compiled: bool) -> tuple[float, list[int]]:
     links = mock.patch.multiple(modeling_utils, links_are_slow=lambda _: False, reaches_memory=lambda _: True)
     with links, mapped_memory(folder), mock.patch.object(step_graph, "record", Replayed()):
         model.enable_parallelism(config=ParallelConfig(ulysses=dist.get_world_size()))
-        if compiled:
+        if how == "compiled before":
             model.compile_repeated_blocks(fullgraph=True)
+            config.get_output(model, steps[0])
         graph = StepGraph(model)
+        if how == "compiled":
+            model.compile_repeated_blocks(fullgraph=True)
         outputs = [config.get_output(model, each) for each in steps[:-1]]
         with torch.profiler.profile() as profile:
             outputs.append(config.get_output(model, steps[-1]))
@@ -273,17 +277,17 @@ def flux_worker(folder: str, compiled: bool) -> tuple[float, list[int]]:
 
 
 @torch.no_grad()
-def gpu_worker(compiled: bool) -> tuple[float, dict[str, int], int]:
+def gpu_worker(degrees: dict[str, int], compiled: bool) -> tuple[float, dict[str, int], int]:
     """The largest error of FLUX as a graph, what its replay launches, and bytes held."""
     config, device = Even(), torch.device("cuda", dist.get_rank())
     model, inputs = config.get_model().to(device), config.get_inputs(1)
     steps = [{name: x.to(device) for name, x in each.items()} for each in steps_of(inputs, WARM_UP + 3)]
     wanted = [config.get_output(model, each) for each in steps]
-    model.enable_parallelism(config=ParallelConfig(ulysses=dist.get_world_size()))
+    model.enable_parallelism(config=ParallelConfig(**degrees))
+    graph = StepGraph(model)
     if compiled:
         torch._dynamo.reset()
         model.compile_repeated_blocks(fullgraph=True)
-    graph = StepGraph(model)
     outputs = [config.get_output(model, each) for each in steps]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         config.get_output(model, steps[0])
@@ -292,6 +296,10 @@ def gpu_worker(compiled: bool) -> tuple[float, dict[str, int], int]:
     found = {part: sum(part in name for name in names) for part in ("Memcpy PtoP", "barrier_kernel", "SendRecv")}
     graph.remove()
     return max(map(relative_l2, outputs, wanted)), found, held_bytes()
+
+
+# Meshes of four GPUs, and the copies of a step: eight messages, each from all others of the Ulysses axis.
+FOUR = ({"ulysses": 4}, 24), ({"tp": 2, "ulysses": 2}, 8), ({"ring": 2, "ulysses": 2}, 8)
 
 
 class TestPeerMemory(unittest.TestCase):
@@ -345,19 +353,27 @@ class TestPeerMemory(unittest.TestCase):
         name = str(torch.ops.diffusers_rocm.fetch_all_to_all.default)
         self.assertEqual(get_collective_type_from_kernel_name(name), NCCL_COLL.ALL_TO_ALL)
 
-    @parameterized.expand([(False,), (True,)])
-    def test_flux(self, compiled):
+    @parameterized.expand([("eager", [8, 0, 8]), ("compiled", [8, 0, 0]), ("compiled before", [0, 8, 0])])
+    def test_flux(self, how, wanted):
         with tempfile.TemporaryDirectory() as folder:
-            for error, messages in run_ranks(2, flux_worker, folder, compiled):
+            for error, messages in run_ranks(2, flux_worker, folder, how):
                 self.assertLessEqual(error, FLOAT32_BAR)
-                self.assertEqual(messages, [8, 0, 0 if compiled else 8])  # two of each block
+                self.assertEqual(messages, wanted)  # two of each block
 
     @parameterized.expand([(False,), (True,)])
     @require_torch_multi_accelerator
     def test_gpus(self, compiled):
-        for error, found, held in run_ranks(2, gpu_worker, compiled, device="cuda"):
+        self.check_gpus({"ulysses": 2}, 8, compiled)
+
+    @parameterized.expand([(*mesh, compiled) for mesh in FOUR for compiled in (False, True)])
+    @require_torch_accelerators(4)
+    def test_four_gpus(self, degrees, copies, compiled):
+        self.check_gpus(degrees, copies, compiled)
+
+    def check_gpus(self, degrees: dict[str, int], copies: int, compiled: bool) -> None:
+        for error, found, held in run_ranks(math.prod(degrees.values()), gpu_worker, degrees, compiled, device="cuda"):
             self.assertLessEqual(error, FLOAT32_BAR)
-            self.assertEqual(found["Memcpy PtoP"], 8, found)
+            self.assertEqual(found["Memcpy PtoP"], copies, found)
             self.assertEqual(found["barrier_kernel"], 9, found)
             self.assertEqual(found["SendRecv"], 0, found)
             self.assertGreater(held, 0)
