@@ -124,15 +124,18 @@ def draw(bars: Sequence[Bar], title: str, unit: str, file: Path) -> None:
     kinds, lines = list(dict.fromkeys(bar.kind for bar in bars)), title.splitlines()
     figure = Figure(figsize=(8, 0.4 * len(bars) + 1.2 + 0.3 * len(lines)), layout="constrained")
     axes = figure.subplots()
+    ends = [(min(bar.times, default=bar.value), max(bar.times, default=bar.value)) for bar in bars]
     drawn = axes.barh(
         range(len(bars)),
         [bar.value for bar in bars],
         tick_label=[bar.name for bar in bars],
         color=[f"C{kinds.index(bar.kind)}" for bar in bars],
         xerr=[
-            [bar.value - min(bar.times, default=bar.value) for bar in bars],
-            [max(bar.times, default=bar.value) - bar.value for bar in bars],
-        ],
+            [bar.value - least for bar, (least, _) in zip(bars, ends, strict=True)],
+            [most - bar.value for bar, (_, most) in zip(bars, ends, strict=True)],
+        ]
+        if any(bar.times for bar in bars)
+        else None,
         capsize=3,
     )
     axes.bar_label(drawn, [bar.said for bar in bars], padding=3)

@@ -78,7 +78,7 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
     )
     rows = [run.as_json() for run in runs]
     measured = {"request": asdict(picture), "environment": environment, "rows": rows}
-    bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}") for run in runs if not run.wrong]
+    bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.wrong]
     leave(args, argv, heading, runs_table(runs), measured, bars, "seconds a picture")
     wrong = [run.mesh for run in runs if run.wrong]
     return unsuccessful(f"wrong, {len(wrong)} of {len(runs)} rows: {'; '.join(wrong)}") if wrong else 0

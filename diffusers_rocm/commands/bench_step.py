@@ -68,7 +68,7 @@ def add_parser(subparsers) -> None:
     )
     several = {"nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--mode", choices=MODES, help="each mesh in each of these; default: eager", **several)
-    parser.add_argument("--compare", choices=PEERS, help="the same by others, where installed", **several)
+    parser.add_argument("--compare", metavar="PEER", help=f"the same by others: {', '.join(PEERS)}", **several)
     parser.add_argument("--guidance", action="store_true", help="a step is two forwards")
     parser.add_argument(
         "--float32-reference",
@@ -88,10 +88,13 @@ def check(args: argparse.Namespace) -> StepRequest:
             raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
     if any("graph" in mode for mode in args.mode) and not on_gpus(args):
         raise ValueError("--mode graph needs a GPU")
-    for peer in args.compare:
+    peers = tuple(dict.fromkeys(peer for word in args.compare for peer in word.split(",")))
+    for peer in peers:
+        if peer not in PEERS:
+            raise ValueError(f"--compare {peer}: there are {', '.join(PEERS)}")
         if peer != "cache-dit" and not on_gpus(args):
             raise ValueError(f"--compare {peer} needs GPUs, and there are none")
-    if "cache-dit" in args.compare and importlib.util.find_spec("cache_dit") is None:
+    if "cache-dit" in peers and importlib.util.find_spec("cache_dit") is None:
         raise ValueError("--compare cache-dit needs it installed: pip install 'cache-dit[parallelism]'")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
@@ -99,7 +102,7 @@ def check(args: argparse.Namespace) -> StepRequest:
         **vars(request)
         | {
             "modes": tuple(dict.fromkeys(args.mode)) or ("eager",),
-            "peers": tuple(dict.fromkeys(args.compare)),
+            "peers": peers,
             "guidance": args.guidance,
             "in_float32": args.float32_reference,
             "warmup": args.warmup,

@@ -24,7 +24,7 @@ class Axis:
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
         slow_links: by which messages go as is best over such; measured (`links`), and no part of what an axis is.
         multiprocessors: of the GPU on it that has the fewest, by which all cut their messages alike; likewise.
-        peer_memory: whether each rank reaches the others' memory, over fast links; likewise.
+        peer_memory: whether steps are graphs and each rank reaches the others' memory, over fast links; likewise.
     """
 
     name: str

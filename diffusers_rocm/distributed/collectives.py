@@ -21,7 +21,7 @@ from .compression import (
     decompress,
     decompress_parts,
 )
-from .peer_memory import exchange_by_copies, in_call_of_a_graph
+from .peer_memory import exchange_by_copies
 
 
 # torch 2.13 renamed it
@@ -258,9 +258,8 @@ def exchange(
         [sum(receive)], in rank order.
     """
     trained = any(map(_needs_grad, parts))
-    of_a_graph = axis.peer_memory and in_call_of_a_graph()
     plain = not trained and axis.communication == EXACT and all(part.dtype == parts[0].dtype for part in parts)
-    if of_a_graph and plain and all(size == send[0] for size in (*send, *receive)):
+    if axis.peer_memory and plain and all(size == send[0] for size in (*send, *receive)):
         return exchange_by_copies(parts, dim, axis.size, axis.group)
     x = joined(parts, dim)
     if trained:

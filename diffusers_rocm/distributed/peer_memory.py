@@ -2,8 +2,7 @@
 
 A kernel of NCCL beside a product takes multiprocessors from it, and over fast links costs what it hides; a copy engine
 takes none. So in a graph of a step a message is laid where the other ranks reach it, in torch's symmetric memory, and
-they fetch it from there. Without a graph, where each copy would cost the host a launch, it goes by the process group,
-and so it does in code that was compiled before there was one.
+they fetch it from there. Without a graph, where each copy would cost the host a launch, it goes by the process group.
 
 Each group has two places, which its messages take in turn. Ranks meet once for a message, between writing and fetching
 it, and none comes there before it has fetched the last one. So when they have met for a message, all have fetched what
@@ -95,12 +94,6 @@ def call_of_a_graph(captured: bool) -> Iterator[None]:
         yield
     finally:
         _call = before
-
-
-@torch.compiler.assume_constant_result
-def in_call_of_a_graph() -> bool:
-    """Whether this is such a call; to compiled code, whether it was when it was compiled."""
-    return _call is not None
 
 
 def forget_places(group: dist.ProcessGroup | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..distributed.collectives import copy_to_axis, gather_from_axis
+from ..distributed.links import reaches_memory
 from ..distributed.mesh import Axes
 from ..models.attention_dispatch import choose_kernel
 from ..models.attention_kernels import Kernel
@@ -53,6 +55,16 @@ class SequenceSplit:
         self._masked_items = 0  # of the batch, for which attention has taken it
         self.main_asks = False  # alone, and all streams answer, in attention of that module
         self.alone: str | None = None  # the only stream that the attention module that runs is over
+
+    def by_copies(self, wanted: bool) -> bool:
+        """Have Ulysses' messages go by copies, where its ranks reach each other's memory, or no longer; all call it.
+
+        Returns:
+            Whether they go so.
+        """
+        reached = wanted and not self.ulysses.slow_links and reaches_memory(self.ulysses)
+        self.ulysses = replace(self.ulysses, peer_memory=reached)
+        return reached
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model

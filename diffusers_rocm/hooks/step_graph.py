@@ -4,6 +4,7 @@ CUDA graphs; on ROCm, HIP graphs are behind the same functions of torch.
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from ..distributed.quantized import is_quantized
 from .around_call import AroundCall
 from .group_offload import is_offloaded
 
+
+logger = logging.getLogger(__name__)
 
 # Calls that come first: the libraries choose their kernels, process groups connect, the compiler compiles.
 WARM_UP = 2
@@ -72,8 +75,9 @@ class _Kind:
 class StepGraph(AroundCall):
     """Hangs on a model, innermost: what ranks compare and exchange around its call stays outside of the graph.
 
-    Calls that require gradients run as ever. Another kind of call has a graph of its own; when a weight lies elsewhere
-    than before, or modules are others, all graphs are made anew.
+    All ranks hang it alike: they try whether Ulysses' messages can go by copies, which they do from then on. Blocks
+    are compiled after, not before. Calls that require gradients run as ever. Another kind of call has a graph of its
+    own; when a weight lies elsewhere than before, or modules are others, all graphs are made anew.
 
     Raises (its calls):
         ValueError: the model does something that no graph can hold: adapters that are not fused, weights that come for
@@ -85,6 +89,13 @@ class StepGraph(AroundCall):
         model.around_call.insert(0, model.around_call.pop())
         self.forget()
         _graphs.add(self)
+        self._split = getattr(getattr(model, "parallelism", None), "split", None)
+        compiled = any(module._compiled_call_impl is not None for module in model.modules())
+        if self._split is not None and self._split.by_copies(True) and compiled and self._split.cp.rank == 0:
+            logger.warning(
+                f"the blocks of this {type(model).__name__} were compiled before its steps are graphs: compile them "
+                "after, so that they compute beside their messages"
+            )
 
     def forget(self) -> None:
         """Let the graphs go, and the memory that they hold."""
@@ -99,6 +110,8 @@ class StepGraph(AroundCall):
 
     def remove(self) -> None:
         self.forget()
+        if self._split is not None:
+            self._split.by_copies(False)
         super().remove()
 
     def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
@@ -158,11 +171,6 @@ class StepGraph(AroundCall):
             self.forget()
             reason = str(error).partition("\n")[0]
             raise ValueError(f"a step of this {name} cannot be captured, leave graphs out: {reason}") from error
-
-
-def has_graph(model: nn.Module) -> bool:
-    """Whether a model's steps are replayed as graphs, or will be."""
-    return any(isinstance(each, StepGraph) for each in vars(model).get("around_call", ()))
 
 
 def _describe(leaf: Any) -> tuple:

@@ -17,7 +17,7 @@ from torch import nn
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
-from ..distributed.links import fewest_multiprocessors, links_are_slow, reaches_memory
+from ..distributed.links import fewest_multiprocessors, links_are_slow
 from ..distributed.mesh import Axes
 from ..distributed.overlap import HIDE_MESSAGES
 from ..distributed.quantized import parts
@@ -26,7 +26,6 @@ from ..hooks.context_parallel import attention_modules, split_sequences
 from ..hooks.group_offload import check_weights_are_here, regroup
 from ..hooks.modulation import share_modulation
 from ..hooks.sequence_split import SequenceSplit, SplitProcessor
-from ..hooks.step_graph import has_graph
 from ..hooks.tensor_parallel import (
     adopt_fused_projection,
     base_layer,
@@ -76,11 +75,13 @@ class Parallelism:
         config: what was asked for.
         axes: the ranks that share the model, and how.
         hooks: what was hung on the model, each with a `remove()`.
+        split: what its attention knows of split sequences.
     """
 
     config: OurConfig
     axes: Axes
     hooks: list[Removable] = field(default_factory=list)
+    split: SequenceSplit | None = None
 
 
 def enable(
@@ -115,8 +116,6 @@ def enable(
         ring, ulysses = (
             replace(axis, slow_links=links_are_slow(axis), multiprocessors=count) for axis in (axes.ring, axes.ulysses)
         )
-        if not ulysses.slow_links:
-            ulysses = replace(ulysses, peer_memory=reaches_memory(ulysses))
         axes = replace(axes, ring=ring, ulysses=ulysses)
         split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
@@ -127,7 +126,7 @@ def enable(
         sharded = {id(p.module) for p in placements if p.shards and axes.tp.size > 1}
         sharded |= {id(module) for module in sharded_modules(model) if module.sharding.shards}
         _broadcast_unsharded(model, sharded, axes.world)
-    model.parallelism = Parallelism(config, axes, hooks)
+    model.parallelism = Parallelism(config, axes, hooks, split)
     _ever_parallel.add(model)
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)
@@ -381,13 +380,13 @@ def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
         """Many classes with a plan do not name their blocks: what has several Linears in a list is one.
 
-        Where links between split sequences are slow, or messages occupy no multiprocessor, as in a graph that is
-        there already, they go beside what does not need them, unless `options` or a `mode` are given.
+        Where links between split sequences are slow, or messages occupy no multiprocessor, as in graphs, they go
+        beside what does not need them, unless `options` or a `mode` are given.
         """
-        parallelism, backend = getattr(self, "parallelism", None), kwargs.get("backend", "inductor")
-        if parallelism is not None and backend == "inductor" and not kwargs.keys() & {"mode", "options"}:
-            ring, ulysses = parallelism.axes.ring, parallelism.axes.ulysses
-            if ring.slow_links or ulysses.slow_links or ulysses.peer_memory and has_graph(self):
+        split = getattr(getattr(self, "parallelism", None), "split", None)
+        if split is not None and kwargs.get("backend", "inductor") == "inductor":
+            hides = split.ring.slow_links or split.ulysses.slow_links or split.ulysses.peer_memory
+            if hides and not kwargs.keys() & {"mode", "options"}:
                 kwargs["options"] = HIDE_MESSAGES
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)

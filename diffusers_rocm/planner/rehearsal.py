@@ -163,7 +163,6 @@ def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[N
         answers = {
             "_weights_differ": lambda *_: False,
             "links_are_slow": lambda axis: slow_links and axis.size > 1,
-            "reaches_memory": lambda _: False,
             "fewest_multiprocessors": lambda _: None,
         }
         with mock.patch.multiple(modeling_utils, **answers):

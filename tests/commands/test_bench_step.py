@@ -32,6 +32,7 @@ from diffusers_rocm.commands import bench_step
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.attention_kernels import Platform
 
+from ..hooks.test_step_graph import emulated
 from ..testing_utils import run_ranks, slow
 from .test_known_models import SMALL
 
@@ -157,8 +158,9 @@ def order_worker() -> tuple[list[str], list[int]]:
     return order, before
 
 
-def compiled_worker() -> tuple[list[str], int]:
-    """In which mode of each row blocks were compiled, and for which places were let go."""
+def compiled_worker() -> tuple[list[tuple[int, str, bool, bool]], int]:
+    """Of each row whose blocks were compiled its number, mode, whether fully, and whether it was a graph by then; and
+    for how many places were let go."""
     compiled, rows = [], []
     run = step._Runner.run
 
@@ -167,11 +169,11 @@ def compiled_worker() -> tuple[list[str], int]:
         run(runner, row)
 
     def compile_repeated_blocks(model, **options):
-        compiled.append(f"{len(rows)} {rows[-1]} {options['fullgraph']}")
+        compiled.append((len(rows), rows[-1], options["fullgraph"], hasattr(model, "around_call")))
 
     with mock.patch.object(step._Runner, "run", noted), mock.patch.object(step, "forget_places") as forgotten:
-        with mock.patch.object(diffusers.ModelMixin, "compile_repeated_blocks", compile_repeated_blocks):
-            measure_step(request("tp=2", modes=("eager", "compile"), rounds=1))
+        with mock.patch.object(diffusers.ModelMixin, "compile_repeated_blocks", compile_repeated_blocks), emulated():
+            measure_step(request("tp=2", modes=("eager", "compile", "compile+graph"), rounds=1))
     return compiled, forgotten.call_count
 
 
@@ -264,7 +266,9 @@ class TestBenchStep(unittest.TestCase):
 
     def test_a_mode_is_what_it_is_called(self):
         for compiled, forgotten in run_ranks(2, compiled_worker):
-            assert compiled == ["3 compile True", "4 compile True"] and forgotten == 4, (compiled, forgotten)
+            wanted = [(row, "compile", True, False) for row in (3, 4)]
+            wanted += [(row, "compile+graph", True, True) for row in (5, 6)]
+            assert compiled == wanted and forgotten == 6, (compiled, forgotten)
 
     def test_how_diffusers_is_asked(self):
         def asked(mesh: str) -> tuple[object, list]:
@@ -435,6 +439,11 @@ class TestBenchStep(unittest.TestCase):
             ("cfg", ["--mesh", "cfg=2", *FEW], "add --guidance"),
             ("graph", ["--mesh", "tp=1", *FEW, "--mode", "graph"], "--mode graph needs a GPU"),
             ("device map", ["--mesh", "tp=1", *FEW, "--compare", "device-map"], "there are none"),
+            (
+                "no peer",
+                ["--mesh", "tp=1", *FEW, "--compare", "cache-dot,diffusers"],
+                "cache-dot: there are diffusers",
+            ),
             ("resolution", ["--mesh", "tp=2", "--resolution", "100"], "a height of 100 is no multiple of 16"),
             ("repeats", ["--mesh", "tp=2", "--repeats", "0"], "--repeats must be at least 1"),
             ("config", ["--mesh", "tp=2", "--config", "layers"], "write NAME=VALUE"),

@@ -14,8 +14,10 @@ from diffusers_rocm.distributed import links
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_reduce
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
+from diffusers_rocm.hooks import sequence_split
+from diffusers_rocm.hooks.around_call import AroundCall
 from diffusers_rocm.hooks.step_graph import StepGraph
-from diffusers_rocm.models import attention_heads, modeling_utils
+from diffusers_rocm.models import attention_heads
 from diffusers_rocm.models.attention_heads import Busy
 
 from ..models.testing_utils.common import randn
@@ -192,11 +194,10 @@ def given_worker() -> list[list[list[str]]]:
     found = []
     for slow, reached, of_a_graph, kwargs, _ in USES:
         model, given = FluxTransformerTesterConfig().get_model(), []
-        reaches_memory = mock.patch.object(modeling_utils, "reaches_memory", lambda axis, reached=reached: reached)
-        with mock.patch.object(links, "FAST", 1.0 if slow else 0.0), reaches_memory:
+        with mock.patch.object(links, "FAST", 1.0 if slow else 0.0):
             model.enable_parallelism(config=ParallelConfig(ulysses=2))
-        if of_a_graph:
-            StepGraph(model)
+        with mock.patch.object(sequence_split, "reaches_memory", lambda axis, reached=reached: reached):
+            (StepGraph if of_a_graph else AroundCall)(model)
 
         def compiled(self, options=(), given=given, **kwargs):
             given.append([*options])

@@ -30,7 +30,7 @@ from diffusers_rocm.distributed.peer_memory import (
     held_bytes,
     teach_compiler,
 )
-from diffusers_rocm.hooks import step_graph
+from diffusers_rocm.hooks import sequence_split, step_graph
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
 
@@ -251,29 +251,40 @@ class Replayed(Recorder):
 
 
 @torch.no_grad()
-def flux_worker(folder: str, how: str) -> tuple[float, list[int]]:
-    """The largest error of FLUX as a graph over ranks that reach each other's memory; of a replay the messages
-    that are fetched, those that go by the process group, and those that are not made where they are fetched."""
+def flux_worker(folder: str, how: str) -> tuple[float, list[list[int]], bool]:
+    """FLUX before it is a graph, as one, over ranks that reach each other's memory, and after. The largest error; of a
+    call of each the messages that are fetched, the functional ones of the process group, and those that are not made
+    where they are fetched; and whether a warning said that it was compiled too early."""
     config = Even()
-    model, steps = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 2)
-    wanted = [config.get_output(model, each) for each in steps]
+    model, (first, *steps) = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 3)
+    wanted = [config.get_output(model, each) for each in (first, *steps, first)]
     teach_compiler()
-    links = mock.patch.multiple(modeling_utils, links_are_slow=lambda _: False, reaches_memory=lambda _: True)
-    with links, mapped_memory(folder), mock.patch.object(step_graph, "record", Replayed()):
+    found, outputs = [], []
+
+    def profiled(step: dict[str, Any]) -> None:
+        config.get_output(model, step)  # it may be compiled
+        with torch.profiler.profile() as profile:
+            outputs.append(config.get_output(model, step))
+        names = [event.name for event in profile.events()]
+        kinds = "diffusers_rocm::fetch_all_to_all", "_c10d_functional::all_to_all_single", BY_COPIES
+        found.append([names.count(kind) for kind in kinds])
+
+    fast = mock.patch.object(modeling_utils, "links_are_slow", lambda _: False)
+    reached = mock.patch.object(sequence_split, "reaches_memory", lambda _: True)
+    with fast, reached, mapped_memory(folder), mock.patch.object(step_graph, "record", Replayed()):
         model.enable_parallelism(config=ParallelConfig(ulysses=dist.get_world_size()))
         if how == "compiled before":
             model.compile_repeated_blocks(fullgraph=True)
-            config.get_output(model, steps[0])
-        graph = StepGraph(model)
+        profiled(first)
+        with mock.patch.object(step_graph.logger, "warning") as warning:
+            graph = StepGraph(model)
         if how == "compiled":
             model.compile_repeated_blocks(fullgraph=True)
-        outputs = [config.get_output(model, each) for each in steps[:-1]]
-        with torch.profiler.profile() as profile:
-            outputs.append(config.get_output(model, steps[-1]))
+        outputs += [config.get_output(model, each) for each in steps[:-1]]
+        profiled(steps[-1])
         graph.remove()
-    names = [event.name for event in profile.events()]
-    kinds = "diffusers_rocm::fetch_all_to_all", "_c10d_functional::all_to_all_single", BY_COPIES
-    return max(map(relative_l2, outputs, wanted)), [names.count(kind) for kind in kinds]
+        profiled(first)
+    return max(map(relative_l2, outputs, wanted)), found, warning.called
 
 
 @torch.no_grad()
@@ -353,12 +364,19 @@ class TestPeerMemory(unittest.TestCase):
         name = str(torch.ops.diffusers_rocm.fetch_all_to_all.default)
         self.assertEqual(get_collective_type_from_kernel_name(name), NCCL_COLL.ALL_TO_ALL)
 
-    @parameterized.expand([("eager", [8, 0, 8]), ("compiled", [8, 0, 0]), ("compiled before", [0, 8, 0])])
+    @parameterized.expand(
+        [
+            ("eager", [[0, 0, 0], [8, 0, 8], [0, 0, 0]]),  # two of each block
+            ("compiled", [[0, 0, 0], [8, 0, 0], [0, 8, 0]]),
+            ("compiled before", [[0, 8, 0], [8, 0, 0], [0, 8, 0]]),
+        ]
+    )
     def test_flux(self, how, wanted):
         with tempfile.TemporaryDirectory() as folder:
-            for error, messages in run_ranks(2, flux_worker, folder, how):
+            for rank, (error, messages, warned) in enumerate(run_ranks(2, flux_worker, folder, how)):
                 self.assertLessEqual(error, FLOAT32_BAR)
-                self.assertEqual(messages, wanted)  # two of each block
+                self.assertEqual(messages, wanted)
+                self.assertEqual(warned, how == "compiled before" and rank == 0)
 
     @parameterized.expand([(False,), (True,)])
     @require_torch_multi_accelerator
