@@ -38,7 +38,7 @@ from diffusers_rocm.commands.bench_step import setting
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
-from diffusers_rocm.hooks import sequence_split
+from diffusers_rocm.hooks import sequence_split, token_slices
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
 
@@ -80,7 +80,7 @@ def main() -> None:
     rows, first = [], args.alone or dist.get_rank() == 0
 
     if args.process_group or args.alone:
-        sequence_split.reaches_memory = lambda _: False
+        sequence_split.reaches_memory = token_slices.reaches_memory = lambda _: False
 
     def ranks(count: int) -> contextlib.AbstractContextManager:
         return ranks_that_are_not_there(count) if args.alone else contextlib.nullcontext()

@@ -49,6 +49,8 @@ class _Call:
     turn: dict[str, int] = field(default_factory=dict)
     # What is not waited for yet.
     coming: dict[str, "_Coming"] = field(default_factory=dict)
+    # Slices of tokens on their way (`peer_products`).
+    slices: dict[int, Any] = field(default_factory=dict)
 
 
 # For each group its places, and those that were too small for a later call, which older graphs still use.
@@ -128,7 +130,7 @@ def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have laid for this one where `_next_place` told them."""
     x = place.view(-1)
     if _call is not None and not _call.captured:
-        _make_room(x, group)
+        _make_room(x.nbytes, x.device, group)
         _call.turn[group] = _next_index(group)
     reached = _reached(x.nbytes, group)
     if reached is None:
@@ -176,17 +178,47 @@ def _reached(size: int, group: str) -> _Place | None:
     return _next_room(size, group) if _call is not None and _call.captured else None
 
 
+def take_place(size: int, device: torch.device, group: str) -> Any:
+    """torch's handle of the memory that the next message of a group takes, `size` bytes of each rank.
+
+    None where it does not go by copies. Of what is there all ranks have fetched, and read, all when they have met for
+    this message (`meet`), and they meet once for each.
+    """
+    if _call is None:
+        return None
+    if not _call.captured:
+        _make_room(size, device, group)
+    elif (place := _reached(size, group)) is not None:
+        if group not in _call.turn:
+            meet(place.memory, group, device)  # of the call before, all have fetched all
+        _call.turn[group] = _next_index(group)
+        return place.memory
+    _call.turn[group] = _next_index(group)
+    return None
+
+
+def slices_on_their_way() -> dict[int, Any]:
+    """Of the call that is captured, by the address of where they come to."""
+    return {} if _call is None else _call.slices
+
+
+def meet(memory: Any, group: str, device: torch.device) -> None:
+    """Wait until all ranks have come here."""
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    memory.barrier(channel=0, timeout_ms=_timeout(process_group, device))
+
+
 def _meet(place: _Place, group: dist.ProcessGroup, device: torch.device) -> None:
     place.memory.barrier(channel=0, timeout_ms=_timeout(group, device))
 
 
-def _make_room(x: Tensor, group: str) -> None:
-    """A place for the next message, as large as `x`, which all ranks of the group make, or none."""
-    if _next_room(x.nbytes, group) is not None:
+def _make_room(size: int, device: torch.device, group: str) -> None:
+    """A place for the next message, of `size` bytes, which all ranks of the group make, or none."""
+    if _next_room(size, group) is not None:
         return
     places, index = _places.setdefault(group, []), _next_index(group)
     grows = index < len(places)  # by a quarter more, so that it seldom does
-    made = symmetric.empty(x.nbytes + grows * (x.nbytes // 64) * 16, dtype=torch.uint8, device=x.device)
+    made = symmetric.empty(size + grows * (size // 64) * 16, dtype=torch.uint8, device=device)
     memory = _share(made, dist.distributed_c10d._resolve_process_group(group))
     if memory is None:
         return

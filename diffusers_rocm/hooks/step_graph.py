@@ -5,6 +5,7 @@ CUDA graphs; on ROCm, HIP graphs are behind the same functions of torch.
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,7 +90,10 @@ class StepGraph(AroundCall):
         model.around_call.insert(0, model.around_call.pop())
         self.forget()
         _graphs.add(self)
-        self._split = getattr(getattr(model, "parallelism", None), "split", None)
+        parallelism = getattr(model, "parallelism", None)
+        self._split, self._slices = getattr(parallelism, "split", None), getattr(parallelism, "slices", None)
+        if self._slices is not None:
+            self._slices.by_copies(True)
         compiled = any(module._compiled_call_impl is not None for module in model.modules())
         if self._split is not None and self._split.by_copies(True) and compiled and self._split.cp.rank == 0:
             logger.warning(
@@ -100,7 +104,7 @@ class StepGraph(AroundCall):
     def forget(self) -> None:
         """Let the graphs go, and the memory that they hold."""
         self._kinds: list[_Kind] = []
-        self._fixed: list[tuple[dict, str, Any, Where | None]] = []
+        self._fixed: _Fixed | None = None
         self._pool = None
 
     def sends_over(self, group: dist.ProcessGroup) -> bool:
@@ -112,20 +116,21 @@ class StepGraph(AroundCall):
         self.forget()
         if self._split is not None:
             self._split.by_copies(False)
+        if self._slices is not None:
+            self._slices.by_copies(False)
         super().remove()
 
     def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         if torch.is_grad_enabled():
             return call(*args, **kwargs)
-        if not self._fixed or not all(
-            where.get(name) is value and (at is None or _is_there(value, *at))
-            for where, name, value, at in self._fixed
-        ):
+        if self._fixed is None or not self._fixed.holds():
             self.forget()
-            self._fixed = _fixed(self._module)
+            self._fixed = _Fixed(self._module)
         leaves, spec = tree_flatten((args, kwargs))
         kind = self._kind(spec, leaves)
         kind.calls += 1
+        if self._slices is not None and kind.replay is None:
+            self._slices.look()
         if kind.calls <= WARM_UP:
             with call_of_a_graph(captured=False):
                 return call(*args, **kwargs)
@@ -179,25 +184,30 @@ def _describe(leaf: Any) -> tuple:
     return type(leaf), leaf if isinstance(leaf, (int, float, str)) else repr(leaf)
 
 
-# Where a tensor's numbers are: the address, and the memory itself. Other memory may come to lie at the same address on
-# some ranks and not on others, and all must make their graphs anew alike.
-Where = tuple[int, StorageWeakRef]
+class _Fixed:
+    """What a graph takes for granted: modules, processors and forwards, and where weights and buffers are.
 
+    Of these the address, and the memory itself: other memory may come to lie at the same address on some ranks and not
+    on others, and all must make their graphs anew alike. Asked before each step, of thousands: in loops that are not
+    Python's own.
+    """
 
-def _is_there(x: Tensor, address: int, storage: StorageWeakRef) -> bool:
-    return x.data_ptr() == address and not storage.expired()
+    def __init__(self, model: nn.Module):
+        fixed: list[tuple[dict, str, Any]] = []
+        for module in model.modules():
+            fixed += [(module._modules, name, child) for name, child in module._modules.items()]
+            # Offloading and caches replace a forward.
+            fixed += [(vars(module), name, vars(module).get(name)) for name in ("processor", "forward")]
+            for tensors in (module._parameters, module._buffers):
+                fixed += [(tensors, name, x) for name, x in tensors.items()]
+        self._dicts, self._names, self._values = zip(*fixed, strict=True)
+        self._tensors = [x for x in self._values if isinstance(x, Tensor) and not is_quantized(x)]
+        self._addresses = [x.data_ptr() for x in self._tensors]
+        self._memory = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
 
-
-def _fixed(model: nn.Module) -> list[tuple[dict, str, Any, Where | None]]:
-    """What a graph takes for granted: `(dict, key, value, where)` of modules, processors, weights and buffers."""
-    fixed = []
-    for module in model.modules():
-        fixed += [(module._modules, name, child, None) for name, child in module._modules.items()]
-        # Offloading and caches replace a forward.
-        fixed += [(vars(module), name, vars(module).get(name), None) for name in ("processor", "forward")]
-        for tensors in (module._parameters, module._buffers):
-            for name, x in tensors.items():
-                plain = x is not None and not is_quantized(x)
-                at = (x.data_ptr(), StorageWeakRef(x.untyped_storage())) if plain else None
-                fixed.append((tensors, name, x, at))
-    return fixed
+    def holds(self) -> bool:
+        return (
+            all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and not any(map(StorageWeakRef.expired, self._memory))
+        )

@@ -7,7 +7,7 @@ every hook on it, stays good.
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,10 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import copy_to_axis, gather_from_axis, reduce_from_axis, sum_over_axis
 from ..distributed.sharding import Shard
 from .stand_in import stands_in_for
+
+
+if TYPE_CHECKING:
+    from .token_slices import TokenSlices
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,13 @@ class ColumnParallelLinear(nn.Linear):
     """A slice of the output features; the input is replicated, the output stays sharded."""
 
     sharding: Sharding
+    slices: "TokenSlices | None" = None
+    together: tuple[nn.Linear, ...] = ()  # those of the same input, in slices
+    ready: tuple[torch.Tensor, torch.Tensor] | None = None  # such an input, and what comes of it here
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.slices is not None and self.slices.active:
+            return self.slices.project(self, x)
         return F.linear(copy_to_axis(x, self.sharding.axis), self.weight, self.bias)
 
 
@@ -77,8 +86,12 @@ class RowParallelLinear(nn.Linear):
     """
 
     sharding: Sharding
+    slices: "TokenSlices | None" = None
+    later: bool = False  # in slices it is made, with others, when the module that it is of ends
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.slices is not None and self.slices.active:
+            return self.slices.scatter(self, x)
         return reduce_from_axis(F.linear(x, self.weight, self.bias), self.sharding.axis)
 
 

@@ -35,6 +35,7 @@ from ..hooks.tensor_parallel import (
     sharded_modules,
     unshard_modules,
 )
+from ..hooks.token_slices import TokenSlices
 from ..hooks.weight_agreement import first_difference
 from ..loaders.load import cannot_cut, shard_additions, sharded_loading
 from ..loaders.lora import settle_lora_biases
@@ -76,12 +77,14 @@ class Parallelism:
         axes: the ranks that share the model, and how.
         hooks: what was hung on the model, each with a `remove()`.
         split: what its attention knows of split sequences.
+        slices: what its products know of tokens in slices.
     """
 
     config: OurConfig
     axes: Axes
     hooks: list[Removable] = field(default_factory=list)
     split: SequenceSplit | None = None
+    slices: TokenSlices | None = None
 
 
 def enable(
@@ -126,7 +129,11 @@ def enable(
         sharded = {id(p.module) for p in placements if p.shards and axes.tp.size > 1}
         sharded |= {id(module) for module in sharded_modules(model) if module.sharding.shards}
         _broadcast_unsharded(model, sharded, axes.world)
-    model.parallelism = Parallelism(config, axes, hooks, split)
+    slices = None
+    if axes.tp.size > 1 and tp_plan.token_slices is not None:
+        slices = TokenSlices(model, tp_plan.token_slices, axes, split)
+        hooks.append(slices)
+    model.parallelism = Parallelism(config, axes, hooks, split, slices)
     _ever_parallel.add(model)
     if axes.tp.size > 1:
         shard_modules(placements, axes.tp, source=axes.world if differ else None)

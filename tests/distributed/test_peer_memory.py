@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._inductor.comm_analysis import NCCL_COLL, get_collective_type_from_kernel_name
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed import peer_memory
+from diffusers_rocm.distributed import peer_memory, peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64, exchange
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
@@ -85,7 +85,8 @@ def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
         return lambda: [time.sleep(late), *(into.copy_(x) for into, x in pairs)] and None
 
     memory = mock.Mock(empty=empty, rendezvous=rendezvous)
-    with mock.patch.multiple(peer_memory, symmetric=memory, copy_beside=copy_late, _shared=0):
+    copies = mock.patch.object(peer_products, "copy_beside", copy_late)
+    with copies, mock.patch.multiple(peer_memory, symmetric=memory, copy_beside=copy_late, _shared=0):
         yield
         forget_places()
 

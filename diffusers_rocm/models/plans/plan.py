@@ -14,6 +14,34 @@ Size = int | str | Callable[[Mapping[str, Any]], int]
 
 
 @dataclass(frozen=True)
+class TokenSlicePlan:
+    """Where the tokens of a model, whose products are sharded, may be in slices (`hooks.token_slices`).
+
+    What comes of its row products goes to the slices, each by itself: norms, modulation, gates and sums. Attention and
+    what column products read is of all tokens.
+
+    Attributes:
+        streams: the model's arguments that are sequences of tokens [B, S, ...], in the order in which modules join
+            them.
+        besides: arguments, or lists, that are added to them.
+        whole: path of a module -> its arguments, or the number of its output, of which all tokens are needed. The
+            first come first.
+        joined: path of a module that joins the streams -> an argument that goes with the joined tokens, along dim 0.
+        gathered: path of the module whose output is the model's.
+        together: paths of the Linears that read the same input, of each block.
+        ends: path of a module -> paths in it of the row products that make its first outputs, each of its own.
+    """
+
+    streams: tuple[str, ...]
+    whole: Mapping[str, tuple[str | int, ...]]
+    gathered: str
+    besides: tuple[str, ...] = ()
+    joined: Mapping[str, str] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+    ends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TensorParallelPlan:
     """A mapping of module paths to styles, for one or more model classes.
 
@@ -28,6 +56,7 @@ class TensorParallelPlan:
             function of the config that gives it; None where there is none, and each Linear gathers its own output.
         activated: whether that output is their input as it is.
         impossible: why some models cannot be sharded -> whether one of this config is such.
+        token_slices: where tokens may be in slices; None where that is not known.
     """
 
     rules: Mapping[str, str]
@@ -37,6 +66,7 @@ class TensorParallelPlan:
     embedding: str | Callable[[Mapping[str, Any]], str | None] | None = None
     activated: bool = False
     impossible: Mapping[str, Callable[[Mapping[str, Any]], bool]] = field(default_factory=dict)
+    token_slices: TokenSlicePlan | None = None
 
     def embedding_path(self, config: Mapping[str, Any]) -> str | None:
         """`embedding` of a model with this config."""

@@ -4,7 +4,7 @@ from diffusers import FluxTransformer2DModel
 
 from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
-from .plan import TensorParallelPlan, at
+from .plan import TensorParallelPlan, TokenSlicePlan, at
 
 
 _COMMON = {
@@ -30,6 +30,26 @@ FLUX_TRANSFORMER = TensorParallelPlan(
         "proj_out": FEW_OUTPUTS,
     },
     embedding="time_text_embed",
+    token_slices=TokenSlicePlan(
+        streams=("encoder_hidden_states", "hidden_states"),
+        besides=("controlnet_block_samples", "controlnet_single_block_samples"),
+        whole={
+            "transformer_blocks.*.attn": ("hidden_states", "encoder_hidden_states"),
+            "transformer_blocks.*.ff": ("hidden_states",),
+            "transformer_blocks.*.ff_context": ("hidden_states",),
+            "single_transformer_blocks.*.norm": (0,),
+        },
+        joined={"single_transformer_blocks.*": "image_rotary_emb"},
+        ends={"transformer_blocks.*.attn": ("to_out.0", "to_add_out")},
+        gathered="proj_out",
+        together=(
+            tuple(f"transformer_blocks.*.attn.{name}" for name in ("to_q", "to_k", "to_v")),
+            tuple(f"transformer_blocks.*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
+            tuple(
+                f"single_transformer_blocks.*.{name}" for name in ("proj_mlp", "attn.to_q", "attn.to_k", "attn.to_v")
+            ),
+        ),
+    ),
 )
 
 FLUX_CONTROLNET = TensorParallelPlan(

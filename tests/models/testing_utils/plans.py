@@ -45,8 +45,8 @@ def parity_worker(config: BaseModelTesterConfig, degrees: dict[str, int], batch_
     reference, state = config.get_output(model, inputs), _clone_state(model)
     model.enable_parallelism(config=ParallelConfig(**degrees))
     output = config.get_output(model, inputs)
-    splits = [hook._split for hook in model.parallelism.hooks if hasattr(hook, "_split")]
-    lengths = splits[0].lengths if splits else {}
+    split = model.parallelism.split
+    lengths = {} if split is None else split.lengths
     model.disable_parallelism()
     return {
         "error": relative_l2(output, reference),

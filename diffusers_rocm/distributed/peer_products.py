@@ -1,0 +1,224 @@
+"""Products beside the copies of their input, or of their output, for tensor parallelism over slices of tokens.
+
+Between products each rank has a slice of the tokens (Korthikanti et al., 2022, "Reducing activation recomputation in
+large transformer models"). In a graph of a step the slices are fetched out of the other ranks' memory, and what has
+come of one rank is multiplied while that of the next comes; and what is for one rank is laid in its memory while that
+for the next is multiplied (Wang et al., 2023, "Overlap communication with dependent computation via decomposition").
+No multiprocessor copies. Without a graph both go by the process group.
+
+Where messages are laid, and when ranks meet, is that of `peer_memory`.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .axis import Axis
+from .beside import copy_beside
+from .parts import sum_parts
+from .peer_memory import meet, slices_on_their_way, take_place
+
+
+# Rows of a rank of which products are made at once: in parts they would be slower than the messages that they hide.
+SHORT = 512
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Rows of all ranks, on their way.
+
+    Attributes:
+        every: where they come to, which is kept until they have.
+        own: this rank's, which are there.
+        parts: ranks and what waits for their rows, in the order in which they come, this rank's last.
+    """
+
+    every: Tensor
+    own: Tensor
+    parts: list[tuple[int, Callable[[], None]]]
+
+
+_library = torch.library.Library("diffusers_rocm", "FRAGMENT")
+_library.define("gather_slices(Tensor[] slices, int world, str group, bool at_once) -> Tensor[]")
+_library.define("multiply(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+_library.define(
+    "multiply_and_scatter(Tensor[] tensors, Tensor[] weights, Tensor?[] biases, int world, str group) -> Tensor[]"
+)
+_ours = torch.ops.diffusers_rocm
+
+
+def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool) -> list[Tensor]:
+    on_their_way, device = slices_on_their_way(), slices[0].device
+    memory = take_place(sum(x.nbytes for x in slices), device, group)
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    every = [x.new_empty(world * len(x), *x.shape[1:]) for x in slices]
+    if memory is None:
+        for x, into in zip(slices, every, strict=True):
+            dist.all_gather(list(into.chunk(world)), x.contiguous(), group=process_group)
+        return every
+    rank, offsets = process_group.rank(), _offsets(slices)
+    own = [memory.get_buffer(rank, x.shape, x.dtype, offset) for x, offset in zip(slices, offsets, strict=True)]
+    for place, x in zip(own, slices, strict=True):
+        place.copy_(x)
+    _wait_for(on_their_way)
+    meet(memory, group, device)
+    for index in _short_first(slices):
+        x, parts, coming = slices[index], every[index].chunk(world), []
+        for peer in _others_first(rank, world):
+            theirs = memory.get_buffer(peer, x.shape, x.dtype, offsets[index])
+            coming.append((peer, copy_beside([(parts[peer], theirs)], device)))
+        on_their_way[every[index].data_ptr()] = _Slices(every[index], own[index], coming)
+    if at_once:
+        _wait_for(on_their_way)
+    return every
+
+
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each begins that lies after those before it, in elements."""
+    return [0, *itertools.accumulate(x.numel() for x in tensors)][:-1]
+
+
+def _short_first(tensors: Sequence[Tensor]) -> list[int]:
+    """What is short goes first, beside which nothing can be computed for long."""
+    return sorted(range(len(tensors)), key=lambda index: len(tensors[index]))
+
+
+def _others_first(rank: int, world: int) -> list[int]:
+    """Ranks, from the next one on: no two ranks begin with the same."""
+    return [(rank + step) % world for step in range(1, world + 1)]
+
+
+def _wait_for(on_their_way: dict[int, _Slices]) -> None:
+    """What nothing has read: it has come when ranks meet for the next message, and the one after takes its place."""
+    for slices in on_their_way.values():
+        for _, wait in slices.parts:
+            wait()
+    on_their_way.clear()
+
+
+def _multiply(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    products = list(zip(weights, biases, strict=True))
+    slices = slices_on_their_way().pop(x.data_ptr(), None)
+    if slices is None:
+        return [F.linear(x, *product) for product in products]
+    parts, widest = x.chunk(len(slices.parts)), max(map(len, weights))
+    # What is narrow beside others need not go in parts, nor what is short: more products cost more than they hide.
+    early = [len(parts[0]) >= SHORT and 2 * len(weight) >= widest for weight in weights]
+    outputs = [x.new_empty(len(x), len(weight)) for weight in weights]
+    *others, (rank, own_is_there) = slices.parts
+    for peer, wait in ((rank, None), *others):
+        if wait is not None:
+            wait()
+        for product, output, now in zip(products, outputs, early, strict=True):
+            if now:
+                _multiply_into(output.chunk(len(parts))[peer], slices.own if peer == rank else parts[peer], *product)
+    own_is_there()  # for those that read all of it
+    for product, output, done in zip(products, outputs, early, strict=True):
+        if not done:
+            _multiply_into(output, x, *product)
+    return outputs
+
+
+def _multiply_into(output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=output)
+    else:
+        torch.addmm(bias, x, weight.t(), out=output)
+
+
+def _multiply_and_scatter(
+    tensors: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], world: int, group: str
+) -> list[Tensor]:
+    first = tensors[0]
+    shapes = [(world, len(x) // world, len(weight)) for x, weight in zip(tensors, weights, strict=True)]
+    received = [first.new_empty(shape, device="meta") for shape in shapes]
+    offsets, size = _offsets(received), sum(x.nbytes for x in received)
+    memory = take_place(size, first.device, group)
+    process_group = dist.distributed_c10d._resolve_process_group(group)
+    if memory is None:
+        answers = []
+        for x, weight, bias, shape in zip(tensors, weights, biases, shapes, strict=True):
+            y = x.new_empty(shape)
+            dist.all_to_all_single(y, F.linear(x, weight, bias).view(shape), group=process_group)
+            answers.append(sum_parts(y))
+        return answers
+    rank, sent, waits = process_group.rank(), [], []
+    received = [
+        memory.get_buffer(rank, shape, first.dtype, offset) for shape, offset in zip(shapes, offsets, strict=True)
+    ]
+    for index in _short_first(tensors):
+        (_, count, width), weight, bias = shapes[index], weights[index], biases[index]
+        parts = tensors[index].chunk(world)
+        whole = F.linear(tensors[index], weight, bias).chunk(world) if count < SHORT else None
+        for peer in _others_first(rank, world):
+            if peer == rank and whole is None:
+                _multiply_into(received[index][rank], parts[rank], weight, bias)
+            elif peer == rank:
+                received[index][rank].copy_(whole[rank])
+            else:
+                sent.append(F.linear(parts[peer], weight, bias) if whole is None else whole[peer])
+                theirs = memory.get_buffer(peer, (count, width), first.dtype, offsets[index] + rank * count * width)
+                waits.append(copy_beside([(theirs, sent[-1])], first.device))
+    for wait in waits:
+        wait()
+    _wait_for(slices_on_their_way())
+    meet(memory, group, first.device)
+    return [sum_parts(x) for x in received]
+
+
+for _device in ("CUDA", "CPU"):
+    _library.impl("gather_slices", _gather_slices, _device)
+    _library.impl("multiply", _multiply, _device)
+    _library.impl("multiply_and_scatter", _multiply_and_scatter, _device)
+
+
+@torch.library.register_fake("diffusers_rocm::gather_slices", lib=_library)
+def _(slices, world, group, at_once):
+    return [x.new_empty(world * x.shape[0], *x.shape[1:]) for x in slices]
+
+
+@torch.library.register_fake("diffusers_rocm::multiply", lib=_library)
+def _(x, weights, biases):
+    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
+
+
+@torch.library.register_fake("diffusers_rocm::multiply_and_scatter", lib=_library)
+def _(tensors, weights, biases, world, group):
+    return [x.new_empty(x.shape[0] // world, weight.shape[0]) for x, weight in zip(tensors, weights, strict=True)]
+
+
+def gather_slices(slices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Slices of tokens [B, n, ...] of all ranks, in their order: [B, axis.size x n, ...] each, in one message.
+
+    In a graph, of one item, they are on their way: `multiply` alone may read them.
+    """
+    batch = slices[0].shape[0]
+    # Several items are put in order, which reads them.
+    every = _ours.gather_slices(
+        [x.flatten(0, 1) for x in slices], axis.size, axis.group.group_name, at_once=batch != 1
+    )
+    return [_items_first(x, batch, axis.size) for x in every]
+
+
+def multiply(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
+    """Products of tokens [B, S, in], which may be on their way."""
+    outputs = _ours.multiply(x.flatten(0, 1), [each.weight for each in linears], [each.bias for each in linears])
+    return [output.unflatten(0, x.shape[:2]) for output in outputs]
+
+
+def multiply_and_scatter(tensors: Sequence[Tensor], linears: Sequence[nn.Linear], axis: Axis) -> list[Tensor]:
+    """Sums over all ranks of products of tokens [B, axis.size x n, in]: this rank's slice [B, n, out] of each."""
+    batch = tensors[0].shape[0]
+    ranks_first = [x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 2) for x in tensors]
+    weights, biases = [each.weight for each in linears], [each.bias for each in linears]
+    sums = _ours.multiply_and_scatter(ranks_first, weights, biases, axis.size, axis.group.group_name)
+    return [x.unflatten(0, (batch, -1)) for x in sums]
+
+
+def _items_first(x: Tensor, batch: int, world: int) -> Tensor:
+    return x.unflatten(0, (world, batch, -1)).transpose(0, 1).flatten(1, 2)

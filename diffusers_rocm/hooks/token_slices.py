@@ -1,0 +1,205 @@
+"""Tensor parallelism over slices of tokens: norms and gates go over a slice on each rank, and sums hide.
+
+Between products, where a rank of tensor parallelism would repeat what all others compute, it has a slice of each
+stream of tokens (Korthikanti et al., 2022). What its column products read is gathered, and of what its row products
+sum it keeps its slice: as many bytes as a sum, in two messages, which pay where they go by copies beside the products
+(docs/performance.md). So it is on in graphs of a step alone, over fast links.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather
+from ..distributed.compression import EXACT
+from ..distributed.links import links_are_slow, reaches_memory
+from ..distributed.mesh import Axes
+from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter
+from ..distributed.quantized import is_plain
+from ..models.plans.plan import TokenSlicePlan, match
+from . import tensor_parallel_layers as layers
+from .sequence_split import SequenceSplit
+
+
+_SHARDED = layers.ColumnParallelLinear, layers.RowParallelLinear
+
+
+class TokenSlices:
+    """What the hooks and the products of one model share.
+
+    Attributes:
+        active: whether the forward that runs has its tokens in slices.
+    """
+
+    def __init__(self, model: nn.Module, plan: TokenSlicePlan, axes: Axes, split: SequenceSplit | None):
+        self._model, self._plan, self._split, self._context = model, plan, split, axes.context.size
+        self.axis: Axis = axes.tp
+        self.active = False
+        self._fits = False
+        self._lengths: list[int] = []  # of each stream, on this rank of the context, in this forward
+        self._handles: list[Any] = []
+
+    def __deepcopy__(self, memo: dict) -> "TokenSlices":
+        return self  # what hooks of a copied model share is that of the model
+
+    def by_copies(self, wanted: bool) -> bool:
+        """Have tokens in slices, where ranks reach each other's memory over fast links, or no longer; all call it."""
+        self.remove()
+        exact = self.axis.communication == EXACT
+        reached = wanted and exact and reaches_memory(self.axis) and not links_are_slow(self.axis)
+        if reached:
+            self._hang()
+        return reached
+
+    def look(self) -> None:
+        """Before a call that is captured, or like one that will be: whether the model is such that slices are right.
+
+        Adapters and image prompts add what is of all tokens; what is rounded, or cast for its layer, cannot be
+        multiplied in parts.
+        """
+        modules = list(self._model.modules())
+        weights = [each.weight for each in modules if isinstance(each, _SHARDED)]
+        self._fits = (
+            not any(hasattr(each, "lora_A") or hasattr(getattr(each, "processor", None), "scale") for each in modules)
+            and all(type(each) in _SHARDED for each in modules if isinstance(each, _SHARDED))
+            and all(is_plain(x) and x.dtype == weights[0].dtype and x.dtype.itemsize > 1 for x in weights)
+        )
+        for module in modules:
+            vars(module).pop("together", None)
+        fused = any(getattr(module, "fused_projections", False) for module in modules)
+        for paths in () if fused else self._plan.together:
+            groups = ([module for _, module in found] for *_, found in match(self._model, dict.fromkeys(paths)))
+            for group in zip(*groups, strict=True):
+                for linear in group:
+                    linear.together = group
+
+    def _hang(self) -> None:
+        model, plan = self._model, self._plan
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.get_submodule(plan.gathered).register_forward_hook(self._end, prepend=True),
+        ]
+        for _, names, found in match(model, plan.whole):
+            for _, module in found:
+                if isinstance(names[0], int):
+                    self._handles.append(module.register_forward_hook(self._whole_output(*names)))
+                else:
+                    self._handles.append(module.register_forward_pre_hook(self._whole_inputs(names), with_kwargs=True))
+        for _, names, found in match(model, plan.ends):
+            for _, module in found:
+                linears = tuple(module.get_submodule(name) for name in names)
+                self._handles.append(module.register_forward_hook(self._scattered(linears)))
+                for linear in linears:
+                    linear.later = True
+        for _, name, found in match(model, plan.joined):
+            hook = self._ordered(name)
+            self._handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for _, module in found]
+        for module in model.modules():
+            if isinstance(module, _SHARDED):
+                module.slices = self
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            for module in self._model.modules():
+                for name in ("slices", "together", "ready", "later"):
+                    vars(module).pop(name, None)
+        self._handles, self.active = [], False
+
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Slice the streams, if each can be by all ranks alike."""
+        streams = [kwargs.get(name) for name in self._plan.streams]
+        self._lengths = [x.shape[1] for x in streams if isinstance(x, Tensor)]
+        lengths = self._lengths if self._split is None else [self._split.lengths.get(x, 1) for x in self._plan.streams]
+        self.active = (
+            self._fits
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(self.axis.device.type)
+            and len(self._lengths) == len(streams)
+            and all(length % (self._context * self.axis.size) == 0 for length in lengths)
+        )
+        if not self.active:
+            return None
+        names = (*self._plan.streams, *self._plan.besides)
+        return args, {k: self._slice(x) if k in names else x for k, x in kwargs.items()}
+
+    def _slice(self, x: Any) -> Any:
+        """This rank's tokens of [B, S, ...], or of each in a list."""
+        if isinstance(x, (list, tuple)):
+            return type(x)(map(self._slice, x))
+        return x if x is None else x.chunk(self.axis.size, 1)[self.axis.rank]
+
+    def _end(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        if not self.active:
+            return output
+        return all_gather(output, (output.shape[1],) * self.axis.size, self.axis, 1)
+
+    def _whole_inputs(self, names: tuple[str, ...]) -> Callable:
+        """A hook that gives a module all tokens of these arguments, of which the first may come by position."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if not self.active:
+                return None
+            given = [*args[:1], *(kwargs[name] for name in names[len(args[:1]) :])]
+            whole = gather_slices(given, self.axis)
+            kwargs = {**kwargs, **dict(zip(names[len(args[:1]) :], whole[len(args[:1]) :], strict=True))}
+            return (*whole[: len(args[:1])], *args[1:]), kwargs
+
+        return hook
+
+    def _whole_output(self, index: int) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: tuple) -> tuple | None:
+            if not self.active:
+                return None
+            return (*output[:index], *gather_slices([output[index]], self.axis), *output[index + 1 :])
+
+        return hook
+
+    def _ordered(self, name: str) -> Callable:
+        """A hook that brings what goes with the joined tokens of all streams, along dim 0, into their order.
+
+        Gathered, they are in the order of ranks: of each its slices of all streams.
+        """
+
+        def ordered(x: Tensor) -> Tensor:
+            slices = (each.unflatten(0, (self.axis.size, -1)) for each in x.split(self._lengths))
+            return torch.cat(list(slices), 1).flatten(0, 1)
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if not self.active:
+                return None
+            return args, {**kwargs, name: tuple(map(ordered, kwargs[name]))}
+
+        return hook
+
+    def _scattered(self, linears: tuple[nn.Linear, ...]) -> Callable:
+        """A hook that makes these row products of a module's first outputs."""
+
+        def hook(module: nn.Module, args: tuple, outputs: tuple) -> tuple | None:
+            if not self.active:
+                return None
+            count = len(linears)
+            return (*multiply_and_scatter(outputs[:count], linears, self.axis), *outputs[count:])
+
+        return hook
+
+    def scatter(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """A row product: its sum over the ranks, of which this one has its slice."""
+        return x if linear.later else multiply_and_scatter([x], [linear], self.axis)[0]
+
+    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """A column product of all tokens, and those of the same input that are made with it."""
+        ready, linear.ready = linear.ready, None
+        if ready is not None and ready[0] is x:
+            return ready[1]
+        together = linear.together or (linear,)
+        for other, y in zip(together, multiply(x, together), strict=True):
+            if other is linear:
+                output = y
+            else:
+                other.ready = x, y
+        return output
