@@ -15,9 +15,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
 
+from . import peer_products  # noqa: F401 whose operations are among those of torch
+
 
 aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SCATTERED = torch.ops.diffusers_rocm.multiply_and_scatter.default
 _RESHAPES = (aten.view.default, aten.reshape.default)
 
 
@@ -36,6 +39,13 @@ class SplitProducts(CustomGraphPass):
                 last = frozenset().union(*(waits[part] for part in parts))
                 if any(waits[part] < last for part in parts) and not product.kwargs:
                     _part_by_part(graph, product, dict(sorted(parts.items(), key=lambda part: waits[part[0]] == last)))
+        for product in graph.find_nodes(op="call_function", target=_SCATTERED):
+            (rows, *others), *_ = product.args
+            parts = {} if others else _side_by_side(rows)
+            last = frozenset().union(*(waits[part] for part in parts))
+            early = {part: at for part, at in parts.items() if waits[part] < last}
+            if len(early) == len(parts) - 1 > 0:
+                _last_part_scattered(graph, product, early, next(iter(parts.items() - early.items())))
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -75,6 +85,28 @@ def _part_by_part(graph: fx.Graph, product: fx.Node, parts: dict[fx.Node, tuple[
             columns = _call(graph, aten.slice.Tensor, weight, 0, start, stop)
             total = [_call(graph, aten.addmm.default if total else aten.mm.default, *total, rows, columns)]
     product.replace_all_uses_with(total[0])
+    graph.erase_node(product)
+    graph.eliminate_dead_code()
+
+
+def _last_part_scattered(
+    graph: fx.Graph, product: fx.Node, early: dict[fx.Node, tuple[int, int]], last: tuple[fx.Node, tuple[int, int]]
+) -> None:
+    """The same of a product whose sum over ranks is scattered: the products of other parts are what it adds."""
+    _, (weight,), (bias,), *group = product.args
+    with graph.inserting_before(product):
+        for part, (start, stop) in early.items():
+            rows = _call(graph, aten.reshape.default, part, [-1, stop - start])
+            columns = _call(
+                graph, aten.permute.default, _call(graph, aten.slice.Tensor, weight, 1, start, stop), [1, 0]
+            )
+            added = () if bias is None else (bias,)
+            bias = _call(graph, aten.addmm.default if added else aten.mm.default, *added, rows, columns)
+        part, (start, stop) = last
+        rows = _call(graph, aten.reshape.default, part, [-1, stop - start])
+        columns = _call(graph, aten.slice.Tensor, weight, 1, start, stop)
+        scattered = _call(graph, _SCATTERED, [rows], [columns], [bias], *group)
+    product.replace_all_uses_with(scattered)
     graph.erase_node(product)
     graph.eliminate_dead_code()
 

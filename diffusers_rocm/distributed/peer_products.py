@@ -24,7 +24,8 @@ from .parts import sum_parts
 from .peer_memory import meet, slices_on_their_way, take_place
 
 
-# Rows of a rank of which products are made at once: in parts they would be slower than the messages that they hide.
+# Fewer rows of a rank are not worth parts: products of so few would be slower than the message that they hide, which
+# then goes by one kernel in place of several copies.
 SHORT = 512
 
 
@@ -67,11 +68,15 @@ def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool) 
         place.copy_(x)
     _wait_for(on_their_way)
     meet(memory, group, device)
-    for index in _short_first(slices):
-        x, parts, coming = slices[index], every[index].chunk(world), []
+    for index in _long_first(slices):
+        x, offset = slices[index], offsets[index]
+        theirs = [memory.get_buffer(peer, x.shape, x.dtype, offset) for peer in range(world)]
+        if len(x) < SHORT:
+            torch.cat(theirs, out=every[index])
+            continue
+        parts, coming = every[index].chunk(world), []
         for peer in _others_first(rank, world):
-            theirs = memory.get_buffer(peer, x.shape, x.dtype, offsets[index])
-            coming.append((peer, copy_beside([(parts[peer], theirs)], device)))
+            coming.append((peer, copy_beside([(parts[peer], theirs[peer])], device)))
         on_their_way[every[index].data_ptr()] = _Slices(every[index], own[index], coming)
     if at_once:
         _wait_for(on_their_way)
@@ -83,9 +88,9 @@ def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     return [0, *itertools.accumulate(x.numel() for x in tensors)][:-1]
 
 
-def _short_first(tensors: Sequence[Tensor]) -> list[int]:
-    """What is short goes first, beside which nothing can be computed for long."""
-    return sorted(range(len(tensors)), key=lambda index: len(tensors[index]))
+def _long_first(tensors: Sequence[Tensor]) -> list[int]:
+    """What is short is computed while what is long is on its way."""
+    return sorted(range(len(tensors)), key=lambda index: -len(tensors[index]))
 
 
 def _others_first(rank: int, world: int) -> list[int]:
@@ -107,8 +112,8 @@ def _multiply(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> 
     if slices is None:
         return [F.linear(x, *product) for product in products]
     parts, widest = x.chunk(len(slices.parts)), max(map(len, weights))
-    # What is narrow beside others need not go in parts, nor what is short: more products cost more than they hide.
-    early = [len(parts[0]) >= SHORT and 2 * len(weight) >= widest for weight in weights]
+    # What is narrow beside others need not go in parts: more products cost more than they hide.
+    early = [2 * len(weight) >= widest for weight in weights]
     outputs = [x.new_empty(len(x), len(weight)) for weight in weights]
     *others, (rank, own_is_there) = slices.parts
     for peer, wait in ((rank, None), *others):
@@ -124,16 +129,17 @@ def _multiply(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> 
     return outputs
 
 
-def _multiply_into(output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if bias is None:
+def _multiply_into(output: Tensor, x: Tensor, weight: Tensor, added: Tensor | None) -> None:
+    if added is None:
         torch.mm(x, weight.t(), out=output)
     else:
-        torch.addmm(bias, x, weight.t(), out=output)
+        torch.addmm(added, x, weight.t(), out=output)
 
 
 def _multiply_and_scatter(
     tensors: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], world: int, group: str
 ) -> list[Tensor]:
+    """What a bias is added to is each row [out], or it is one of each row [rows, out] (`overlap.SplitProducts`)."""
     first = tensors[0]
     shapes = [(world, len(x) // world, len(weight)) for x, weight in zip(tensors, weights, strict=True)]
     received = [first.new_empty(shape, device="meta") for shape in shapes]
@@ -143,31 +149,37 @@ def _multiply_and_scatter(
     if memory is None:
         answers = []
         for x, weight, bias, shape in zip(tensors, weights, biases, shapes, strict=True):
-            y = x.new_empty(shape)
-            dist.all_to_all_single(y, F.linear(x, weight, bias).view(shape), group=process_group)
-            answers.append(sum_parts(y))
+            y, into = x.new_empty(2, *shape)
+            _multiply_into(y.flatten(0, 1), x, weight, bias)
+            dist.all_to_all_single(into, y, group=process_group)
+            answers.append(sum_parts(into))
         return answers
     rank, sent, waits = process_group.rank(), [], []
     received = [
         memory.get_buffer(rank, shape, first.dtype, offset) for shape, offset in zip(shapes, offsets, strict=True)
     ]
-    for index in _short_first(tensors):
+    for index in _long_first(tensors):
         (_, count, width), weight, bias = shapes[index], weights[index], biases[index]
+        if count < SHORT:  # laid here for all, who fetch it
+            _multiply_into(received[index].flatten(0, 1), tensors[index], weight, bias)
+            continue
         parts = tensors[index].chunk(world)
-        whole = F.linear(tensors[index], weight, bias).chunk(world) if count < SHORT else None
-        for peer in _others_first(rank, world):
-            if peer == rank and whole is None:
-                _multiply_into(received[index][rank], parts[rank], weight, bias)
-            elif peer == rank:
-                received[index][rank].copy_(whole[rank])
-            else:
-                sent.append(F.linear(parts[peer], weight, bias) if whole is None else whole[peer])
-                theirs = memory.get_buffer(peer, (count, width), first.dtype, offsets[index] + rank * count * width)
-                waits.append(copy_beside([(theirs, sent[-1])], first.device))
+        added = bias.chunk(world) if bias is not None and bias.ndim == 2 else [bias] * world
+        for peer in _others_first(rank, world)[:-1]:
+            sent.append(first.new_empty(count, width))
+            _multiply_into(sent[-1], parts[peer], weight, added[peer])
+            theirs = memory.get_buffer(peer, (count, width), first.dtype, offsets[index] + rank * count * width)
+            waits.append(copy_beside([(theirs, sent[-1])], first.device))
+        _multiply_into(received[index][rank], parts[rank], weight, added[rank])
     for wait in waits:
         wait()
     _wait_for(slices_on_their_way())
     meet(memory, group, first.device)
+    for index, (_, count, width) in enumerate(shapes):
+        if count < SHORT:
+            offset = offsets[index] + rank * count * width
+            theirs = [memory.get_buffer(peer, (count, width), first.dtype, offset) for peer in range(world)]
+            received[index] = torch.stack(theirs)
     return [sum_parts(x) for x in received]
 
 
@@ -214,7 +226,10 @@ def multiply(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
 def multiply_and_scatter(tensors: Sequence[Tensor], linears: Sequence[nn.Linear], axis: Axis) -> list[Tensor]:
     """Sums over all ranks of products of tokens [B, axis.size x n, in]: this rank's slice [B, n, out] of each."""
     batch = tensors[0].shape[0]
-    ranks_first = [x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 2) for x in tensors]
+    ranks_first = [
+        x.flatten(0, 1) if batch == 1 else x.unflatten(1, (axis.size, -1)).transpose(0, 1).flatten(0, 2)
+        for x in tensors
+    ]
     weights, biases = [each.weight for each in linears], [each.bias for each in linears]
     sums = _ours.multiply_and_scatter(ranks_first, weights, biases, axis.size, axis.group.group_name)
     return [x.unflatten(0, (batch, -1)) for x in sums]

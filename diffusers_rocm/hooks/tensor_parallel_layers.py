@@ -54,7 +54,7 @@ class ColumnParallelLinear(nn.Linear):
     sharding: Sharding
     slices: "TokenSlices | None" = None
     together: tuple[nn.Linear, ...] = ()  # those of the same input, in slices
-    ready: tuple[torch.Tensor, torch.Tensor] | None = None  # such an input, and what comes of it here
+    made: tuple[torch.Tensor, torch.Tensor] | None = None  # such an input, and what comes of it here
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.slices is not None and self.slices.active:

@@ -71,6 +71,8 @@ class TokenSlices:
             vars(module).pop("together", None)
         fused = any(getattr(module, "fused_projections", False) for module in modules)
         for paths in () if fused else self._plan.together:
+            if self._context == 1 and paths[0] in self._plan.alongside:
+                paths = (*paths, self._plan.alongside[paths[0]])
             groups = ([module for _, module in found] for *_, found in match(self._model, dict.fromkeys(paths)))
             for group in zip(*groups, strict=True):
                 for linear in group:
@@ -106,7 +108,7 @@ class TokenSlices:
             handle.remove()
         if self._handles:
             for module in self._model.modules():
-                for name in ("slices", "together", "ready", "later"):
+                for name in ("slices", "together", "made", "later"):
                     vars(module).pop(name, None)
         self._handles, self.active = [], False
 
@@ -193,13 +195,13 @@ class TokenSlices:
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """A column product of all tokens, and those of the same input that are made with it."""
-        ready, linear.ready = linear.ready, None
-        if ready is not None and ready[0] is x:
-            return ready[1]
+        made, linear.made = linear.made, None
+        if made is not None and made[0] is x:
+            return made[1]
         together = linear.together or (linear,)
         for other, y in zip(together, multiply(x, together), strict=True):
             if other is linear:
                 output = y
             else:
-                other.ready = x, y
+                other.made = x, y
         return output

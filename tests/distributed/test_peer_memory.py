@@ -52,11 +52,12 @@ class Even(FluxTransformerTesterConfig):
 
 
 class MappedFiles:
-    """What torch's handle of symmetric memory answers, of a file of each rank."""
+    """What torch's handle of symmetric memory answers, of a file of each rank of a group."""
 
-    def __init__(self, folder: Path, index: int, size: int):
-        dist.barrier()
-        files = (str(folder / f"{rank}-{index}") for rank in range(dist.get_world_size()))
+    def __init__(self, folder: Path, index: int, size: int, group: dist.ProcessGroup):
+        self.group = group
+        dist.barrier(group)
+        files = (str(folder / f"{rank}-{index}") for rank in dist.get_process_group_ranks(group))
         self.mapped = [torch.from_file(file, True, size, dtype=torch.uint8) for file in files]
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
@@ -65,7 +66,7 @@ class MappedFiles:
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         assert timeout_ms > 0
-        dist.barrier()
+        dist.barrier(self.group)
 
 
 @contextlib.contextmanager
@@ -79,7 +80,8 @@ def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
         return x
 
     def rendezvous(x: Tensor, group: str) -> MappedFiles:
-        return MappedFiles(Path(folder), files[x.data_ptr()], x.nbytes)
+        process_group = dist.distributed_c10d._resolve_process_group(group)
+        return MappedFiles(Path(folder), files[x.data_ptr()], x.nbytes, process_group)
 
     def copy_late(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Callable[[], None]:
         return lambda: [time.sleep(late), *(into.copy_(x) for into, x in pairs)] and None

@@ -1,21 +1,36 @@
 """Tokens in slices between the products of tensor parallelism; files stand in for memory that all ranks reach."""
 
 import contextlib
+import functools
+import itertools
+import math
 import tempfile
+import time
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from parameterized import parameterized
+from peft import LoraConfig
+from torch import nn
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.hooks import step_graph, token_slices
+from diffusers_rocm.distributed import peer_products
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.parts import sum_parts
+from diffusers_rocm.distributed.peer_memory import call_of_a_graph, held_bytes, teach_compiler
+from diffusers_rocm.hooks import sequence_split, step_graph, token_slices
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
+from diffusers_rocm.models import modeling_utils
 
 from ..distributed.test_peer_memory import Even, Replayed, mapped_memory
+from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
-from ..testing_utils import relative_l2, run_ranks
+from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..testing_utils import relative_l2, require_torch_accelerators, run_ranks
 from .test_step_graph import steps_of
 
 
@@ -23,49 +38,214 @@ OURS = "gather_slices", "multiply", "multiply_and_scatter"
 
 
 @contextlib.contextmanager
-def reached(folder: str) -> Iterator[None]:
+def reached(folder: str, short: int) -> Iterator[None]:
     """As if ranks reached each other's memory over fast links, and steps were graphs."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(token_slices, reaches_memory=bool, links_are_slow=lambda _: False))
+        stack.enter_context(mock.patch.object(modeling_utils, "links_are_slow", lambda _: False))
+        stack.enter_context(mock.patch.object(sequence_split, "reaches_memory", lambda axis: axis.size > 1))
         stack.enter_context(mock.patch.object(step_graph, "record", Replayed()))
+        stack.enter_context(mock.patch.object(peer_products, "SHORT", short))
         stack.enter_context(mapped_memory(folder))
         yield
 
 
+def counted(work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict[str, int]]:
+    """What it answers, and how often it does each of our operations."""
+    with torch.profiler.profile() as profile:
+        answer = work()
+    names = [event.name for event in profile.events()]
+    return answer, {name: names.count(f"diffusers_rocm::{name}") for name in OURS}
+
+
+LEFT = "slices", "together", "made", "later"
+
+
 @torch.no_grad()
-def flux_worker(folder: str, degrees: dict[str, int], compiled: bool, batch: int) -> tuple[float, dict[str, int]]:
-    """The largest error of FLUX as a graph, and how many of our operations a replay does."""
+def flux_worker(
+    folder: str, degrees: dict[str, int], how: tuple[str, ...], short: int, batch: int
+) -> tuple[float, dict[str, int], bool]:
+    """The largest error of FLUX as a graph, how many of our operations a replay does, and whether anything of ours is
+    left on modules when it is no graph any more."""
     config = Even()
     model, steps = config.get_model(), steps_of(config.get_inputs(batch), WARM_UP + 2)
     wanted = [config.get_output(model, each) for each in steps]
-    with reached(folder):
+    teach_compiler()
+    with reached(folder, short):
+        model.enable_parallelism(config=ParallelConfig(**degrees))
+        if "fused" in how:
+            model.fuse_qkv_projections()
+        graph = StepGraph(model)
+        if "compiled" in how:
+            torch._dynamo.reset()
+            model.compile_repeated_blocks(fullgraph=True)
+        outputs = [config.get_output(model, each) for each in steps]
+        output, found = counted(lambda: config.get_output(model, steps[0]))
+        graph.remove()
+        outputs += [output, config.get_output(model, steps[0])]
+    left = any(name in vars(module) for module in model.modules() for name in LEFT)
+    return max(map(relative_l2, outputs, [*wanted, wanted[0], wanted[0]])), found, left
+
+
+def _with_adapter(model: nn.Module) -> None:
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
+
+
+@torch.no_grad()
+def whole_worker(folder: str) -> dict[str, tuple[float, int]]:
+    """The error of calls like those of graphs that have their tokens whole, and how many of our operations they do."""
+    found = {}
+
+    def both(name: str, config: FluxTransformerTesterConfig, prepare: Callable[[nn.Module], object], **mesh: Any):
+        model, inputs = config.get_model(), config.get_inputs(1)
+        prepare(model)
+        call = functools.partial(config.get_output, model, inputs)
+        around = torch.autocast("cpu", torch.bfloat16) if name == "autocast" else contextlib.nullcontext()
+        with around:
+            wanted = call()
+            model.enable_parallelism(config=ParallelConfig(tp=2, **mesh))
+            StepGraph(model)
+            output, counts = counted(call)
+        found[name] = relative_l2(output, wanted), sum(counts.values())
+
+    with reached(folder, 1):
+        both("even", Even(), lambda model: None)
+        both("odd", FluxTransformerTesterConfig(), lambda model: None)
+        both("adapter", Even(), _with_adapter)
+        both("autocast", Even(), lambda model: None)
+        both("8 bits", Even(), lambda model: None, communication="int8")
+        with torch.enable_grad():
+            both("trained", Even(), lambda model: None)
+        with mock.patch.object(token_slices, "links_are_slow", lambda _: True):
+            both("slow links", Even(), lambda model: None)
+    return found
+
+
+# Messages in their order: a gather of so many tensors, what is multiplied of them and when, sums of so many.
+ORDERS = (
+    ("gather 2", "multiply 0", "multiply 1", "sum 2"),
+    ("gather 1", "gather 1", "multiply 1", "multiply 0", "sum 1", "sum 1"),
+    ("gather 1", "sum 1", "multiply 0", "gather 1", "sum 2", "multiply 1"),
+    ("sum 1", "sum 1", "sum 1", "gather 2", "multiply 1", "gather 1", "multiply 2", "multiply 0"),
+)
+
+
+def products_worker(folder: str, short: int) -> list[bool]:
+    """Whether sums and products are right in each order of messages, twice, where one rank or another is late."""
+    axis, found = Axis.of_all(), []
+    linears = [nn.Linear(6, 4, bias=bias) for bias in (True, False)]
+    for index, linear in enumerate(linears):
+        linear.weight.data = randn(4, 6, seed=index)
+
+    def play(order: Sequence[str], seed: int) -> bool:
+        gathered, answers, rows = [], [], itertools.cycle((2, 3))
+        for turn, (what, count) in enumerate((name, int(number)) for name, number in map(str.split, order)):
+            time.sleep(0.02 * (axis.rank == (seed + turn) % axis.size))
+            shapes = [next(rows) for _ in range(count)] if what != "multiply" else []
+            if what == "gather":
+                of_all = [[randn(1, n, 6, seed=seed + 10 * turn + r) for r in range(axis.size)] for n in shapes]
+                every = peer_products.gather_slices([each[axis.rank] for each in of_all], axis)
+                gathered += zip(every, [torch.cat(each, 1) for each in of_all], strict=True)
+            elif what == "multiply":
+                every, wanted = gathered[count]
+                answers += zip(peer_products.multiply(every, linears), [each(wanted) for each in linears], strict=True)
+            else:
+                of_all = [
+                    [randn(1, axis.size * n, 6, seed=seed + 10 * turn + r) for r in range(axis.size)] for n in shapes
+                ]
+                sums = peer_products.multiply_and_scatter([x[axis.rank] for x in of_all], linears[:count], axis)
+                for each, linear, answer in zip(of_all, linears, sums, strict=False):
+                    answers.append((answer, sum(map(linear, each)).chunk(axis.size, 1)[axis.rank]))
+        return all(relative_l2(answer, wanted) < 1e-6 for answer, wanted in answers)
+
+    with torch.no_grad(), mock.patch.object(peer_products, "SHORT", short), mapped_memory(folder):
+        for seed, order in enumerate(ORDERS):
+            for captured in (False, True, True):
+                with call_of_a_graph(captured):
+                    found.append(play(order, 1000 * seed))
+    return found
+
+
+@torch.no_grad()
+def gpu_worker(degrees: dict[str, int], compiled: bool) -> tuple[float, dict[str, int], int]:
+    """The largest error of FLUX as a graph, in parts, what its replay launches, and bytes held."""
+    config, device = Even(), torch.device("cuda", dist.get_rank())
+    model, inputs = config.get_model().to(device), config.get_inputs(1)
+    steps = [{name: x.to(device) for name, x in each.items()} for each in steps_of(inputs, WARM_UP + 3)]
+    wanted = [config.get_output(model, each) for each in steps]
+    with mock.patch.object(peer_products, "SHORT", 4):  # rows of text, and not of the image
         model.enable_parallelism(config=ParallelConfig(**degrees))
         graph = StepGraph(model)
         if compiled:
+            torch._dynamo.reset()
             model.compile_repeated_blocks(fullgraph=True)
         outputs = [config.get_output(model, each) for each in steps]
-        with torch.profiler.profile() as profile:
-            outputs.append(config.get_output(model, steps[0]))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            config.get_output(model, steps[0])
+            torch.cuda.synchronize()
+        names = [event.name for event in profile.events()]
+        found = {part: sum(part in name for name in names) for part in ("Memcpy PtoP", "barrier_kernel", "AllReduce")}
         graph.remove()
-        outputs.append(config.get_output(model, steps[0]))
-    names = [event.name for event in profile.events()]
-    found = {name: names.count(f"diffusers_rocm::{name}") for name in OURS}
-    return max(map(relative_l2, outputs, [*wanted, wanted[0], wanted[0]])), found
+    return max(map(relative_l2, outputs, wanted)), found, held_bytes()
 
 
 class TestTokenSlices(unittest.TestCase):
     @parameterized.expand(
         [
-            ("two", {"tp": 2}, False, 1),
-            ("two, of two items", {"tp": 2}, False, 2),
-            ("two, compiled", {"tp": 2}, True, 1),
-            ("four", {"tp": 4}, False, 1),
+            ("two", {"tp": 2}, (), 1, 1),
+            ("two, short", {"tp": 2}, (), 10, 2),
+            ("two, of two items", {"tp": 2}, (), 1, 2),
+            ("two, compiled", {"tp": 2}, ("compiled",), 5, 1),
+            ("two, compiled, of two items", {"tp": 2}, ("compiled",), 1, 2),
+            ("two, fused, compiled", {"tp": 2}, ("fused", "compiled"), 1, 1),
+            ("four", {"tp": 4}, (), 1, 1),
+            ("two by two", {"tp": 2, "ulysses": 2}, (), 1, 1),
+            ("two by two, compiled", {"tp": 2, "ulysses": 2}, ("compiled",), 1, 1),
+            ("two by a ring of two", {"tp": 2, "ring": 2}, (), 1, 1),
         ]
     )
-    def test_flux(self, name, degrees, compiled, batch):
-        # Of two blocks of two streams, and two of one.
-        wanted = {"gather_slices": 2 * 3 + 2, "multiply": 2 * (2 + 2) + 2, "multiply_and_scatter": 2 * 3 + 2}
+    def test_flux(self, name, degrees, how, short, batch):
+        # Of two blocks of two streams, and two of one. Where attention sends messages, and where projections of it are
+        # one product, the MLP is by itself.
+        alone = "fused" in how or len(degrees) > 1
+        wanted = {"gather_slices": 2 * 3 + 2, "multiply": 2 * 4 + 2 + 2 * alone, "multiply_and_scatter": 2 * 3 + 2}
         with tempfile.TemporaryDirectory() as folder:
-            for error, found in run_ranks(next(iter(degrees.values())), flux_worker, folder, degrees, compiled, batch):
+            for error, found, left in run_ranks(
+                math.prod(degrees.values()), flux_worker, folder, degrees, how, short, batch
+            ):
                 self.assertLessEqual(error, FLOAT32_BAR)
                 self.assertEqual(found, wanted)
+                self.assertFalse(left)
+
+    def test_whole(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(2, whole_worker, folder):
+                self.assertGreater(found.pop("even")[1], 0)
+                self.assertLessEqual(found.pop("8 bits")[0], 0.05)
+                self.assertLessEqual(found.pop("autocast")[0], 0.02)
+                for name, (error, count) in found.items():
+                    self.assertLessEqual(error, FLOAT32_BAR, name)
+                    self.assertEqual(count, 0, name)
+
+    @parameterized.expand([("in parts", 1), ("at once", 10), ("the shorter at once", 3)])
+    def test_orders_of_messages(self, name, short):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(3, products_worker, folder, short):
+                self.assertEqual(found, [True] * 3 * len(ORDERS))
+
+    def test_sum_of_parts(self):
+        parts = randn(3, 5, 7, seed=0)
+        self.assertTrue(torch.allclose(sum_parts(parts), parts.sum(0)))
+
+
+@require_torch_accelerators(4)
+class TestTokenSlicesOnFour(unittest.TestCase):
+    @parameterized.expand([("compiled", True), ("eager", False)])
+    def test_graph(self, name, compiled):
+        for degrees in ({"tp": 4}, {"tp": 2, "ulysses": 2}):
+            for error, found, held in run_ranks(4, gpu_worker, degrees, compiled):
+                self.assertLessEqual(error, 1e-4)
+                self.assertGreater(found["Memcpy PtoP"], 0)
+                self.assertGreater(found["barrier_kernel"], 0)
+                self.assertEqual(found["AllReduce"], 0)
+                self.assertGreater(held, 0)

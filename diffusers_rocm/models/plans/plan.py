@@ -28,7 +28,9 @@ class TokenSlicePlan:
             first come first.
         joined: path of a module that joins the streams -> an argument that goes with the joined tokens, along dim 0.
         gathered: path of the module whose output is the model's.
-        together: paths of the Linears that read the same input, of each block.
+        together: paths of the Linears that read the same input, of each block, and are made together.
+        alongside: path of the first of them -> of a Linear that is made with them where attention sends nothing, which
+            it could be beside.
         ends: path of a module -> paths in it of the row products that make its first outputs, each of its own.
     """
 
@@ -38,6 +40,7 @@ class TokenSlicePlan:
     besides: tuple[str, ...] = ()
     joined: Mapping[str, str] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
+    alongside: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 

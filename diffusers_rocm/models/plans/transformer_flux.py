@@ -45,10 +45,9 @@ FLUX_TRANSFORMER = TensorParallelPlan(
         together=(
             tuple(f"transformer_blocks.*.attn.{name}" for name in ("to_q", "to_k", "to_v")),
             tuple(f"transformer_blocks.*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
-            tuple(
-                f"single_transformer_blocks.*.{name}" for name in ("proj_mlp", "attn.to_q", "attn.to_k", "attn.to_v")
-            ),
+            tuple(f"single_transformer_blocks.*.attn.{name}" for name in ("to_q", "to_k", "to_v")),
         ),
+        alongside={"single_transformer_blocks.*.attn.to_q": "single_transformer_blocks.*.proj_mlp"},
     ),
 )
 
