@@ -204,10 +204,11 @@ class _Fixed:
         self._tensors = [x for x in self._values if isinstance(x, Tensor) and not is_quantized(x)]
         self._addresses = [x.data_ptr() for x in self._tensors]
         self._memory = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
+        self._references = [each.cdata for each in self._memory]
 
     def holds(self) -> bool:
         return (
             all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and not any(map(StorageWeakRef.expired, self._memory))
+            and not any(map(torch.UntypedStorage._expired, self._references))
         )
