@@ -10,6 +10,7 @@ Where messages are laid, and when ranks meet, is that of `peer_memory`.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool) 
         for x, into in zip(slices, every, strict=True):
             dist.all_gather(list(into.chunk(world)), x.contiguous(), group=process_group)
         return every
-    rank, offsets = process_group.rank(), _offsets(slices)
+    rank, offsets = process_group.rank(), _offsets([x.numel() for x in slices])
     own = [memory.get_buffer(rank, x.shape, x.dtype, offset) for x, offset in zip(slices, offsets, strict=True)]
     for place, x in zip(own, slices, strict=True):
         place.copy_(x)
@@ -83,9 +84,9 @@ def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool) 
     return every
 
 
-def _offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each begins that lies after those before it, in elements."""
-    return [0, *itertools.accumulate(x.numel() for x in tensors)][:-1]
+def _offsets(counts: Sequence[int]) -> list[int]:
+    """Where each begins that lies after those before it."""
+    return [0, *itertools.accumulate(counts)][:-1]
 
 
 def _long_first(tensors: Sequence[Tensor]) -> list[int]:
@@ -142,9 +143,8 @@ def _multiply_and_scatter(
     """What a bias is added to is each row [out], or it is one of each row [rows, out] (`overlap.SplitProducts`)."""
     first = tensors[0]
     shapes = [(world, len(x) // world, len(weight)) for x, weight in zip(tensors, weights, strict=True)]
-    received = [first.new_empty(shape, device="meta") for shape in shapes]
-    offsets, size = _offsets(received), sum(x.nbytes for x in received)
-    memory = take_place(size, first.device, group)
+    counts = [*map(math.prod, shapes)]
+    memory = take_place(sum(counts) * first.element_size(), first.device, group)
     process_group = dist.distributed_c10d._resolve_process_group(group)
     if memory is None:
         answers = []
@@ -154,7 +154,7 @@ def _multiply_and_scatter(
             dist.all_to_all_single(into, y, group=process_group)
             answers.append(sum_parts(into))
         return answers
-    rank, sent, waits = process_group.rank(), [], []
+    rank, offsets, sent, waits = process_group.rank(), _offsets(counts), [], []
     received = [
         memory.get_buffer(rank, shape, first.dtype, offset) for shape, offset in zip(shapes, offsets, strict=True)
     ]

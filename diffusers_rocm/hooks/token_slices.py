@@ -27,6 +27,12 @@ from .sequence_split import SequenceSplit
 _SHARDED = layers.ColumnParallelLinear, layers.RowParallelLinear
 
 
+def _adds_to_it(module: nn.Module) -> bool:
+    """Whether it has an adapter, an image prompt, or hooks of diffusers or accelerate."""
+    hooked = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or hasattr(module, "_hf_hook")
+    return bool(hooked) or hasattr(module, "lora_A") or hasattr(getattr(module, "processor", None), "scale")
+
+
 class TokenSlices:
     """What the hooks and the products of one model share.
 
@@ -57,26 +63,27 @@ class TokenSlices:
     def look(self) -> None:
         """Before a call that is captured, or like one that will be: whether the model is such that slices are right.
 
-        Adapters and image prompts add what is of all tokens; what is rounded, or cast for its layer, cannot be
-        multiplied in parts.
+        Adapters and image prompts add what is of all tokens, caches look at a rank's own and might decide otherwise
+        than those of other ranks, and what is rounded, or cast for its layer, cannot be multiplied in parts.
         """
         modules = list(self._model.modules())
-        weights = [each.weight for each in modules if isinstance(each, _SHARDED)]
+        linears = [each for each in modules if isinstance(each, _SHARDED)]
         self._fits = (
-            not any(hasattr(each, "lora_A") or hasattr(getattr(each, "processor", None), "scale") for each in modules)
-            and all(type(each) in _SHARDED for each in modules if isinstance(each, _SHARDED))
-            and all(is_plain(x) and x.dtype == weights[0].dtype and x.dtype.itemsize > 1 for x in weights)
+            not any(map(_adds_to_it, modules))
+            and all(type(each) in _SHARDED and is_plain(each.weight) for each in linears)
+            and len({each.weight.dtype for each in linears}) == 1
+            and linears[0].weight.dtype.itemsize > 1
         )
-        for module in modules:
-            vars(module).pop("together", None)
         fused = any(getattr(module, "fused_projections", False) for module in modules)
+        together: dict[nn.Linear, tuple[nn.Linear, ...]] = {}
         for paths in () if fused else self._plan.together:
             if self._context == 1 and paths[0] in self._plan.alongside:
                 paths = (*paths, self._plan.alongside[paths[0]])
             groups = ([module for _, module in found] for *_, found in match(self._model, dict.fromkeys(paths)))
-            for group in zip(*groups, strict=True):
-                for linear in group:
-                    linear.together = group
+            together |= {linear: group for group in zip(*groups, strict=True) for linear in group}
+        for linear in linears:
+            if getattr(linear, "together", ()) != together.get(linear, ()):
+                linear.together = together.get(linear, ())
 
     def _hang(self) -> None:
         model, plan = self._model, self._plan
