@@ -129,6 +129,7 @@ class TokenSlices:
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(self.axis.device.type)
             and len(self._lengths) == len(streams)
+            and not any(kwargs.get(name) for name in self._plan.not_with)
             and all(length % (self._context * self.axis.size) == 0 for length in lengths)
         )
         if not self.active:

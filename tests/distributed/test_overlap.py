@@ -94,8 +94,30 @@ def asked_for_twice(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Ax
     return torch.nn.functional.linear(both, weight, bias) + both.sum()
 
 
-# With the products that each becomes.
+def scatter(both: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    group = axis.group.group_name
+    return torch.ops.diffusers_rocm.multiply_and_scatter([both.flatten(0, 1)], [weight], [bias], axis.size, group)[0]
+
+
+def scattered(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    return scatter(torch.cat([all_reduce(x, axis), y], -1), weight, bias, axis)
+
+
+def scattered_without_bias(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    """And what has come is in the middle."""
+    return scatter(torch.cat([y[..., :3], all_reduce(x, axis), y[..., 3:]], -1), weight, None, axis) * bias
+
+
+def scattered_of_one_message(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
+    found = all_reduce(x, axis)
+    return scatter(torch.cat([found, found.sin()], -1), weight, bias, axis) + y.sum()
+
+
+# With the products that each becomes, but for one whose sum is scattered.
 FUNCTIONS = {
+    scattered: 1,
+    scattered_without_bias: 2,
+    scattered_of_one_message: 0,
     side_by_side: 2,
     without_bias: 3,
     of_two_messages: 2,

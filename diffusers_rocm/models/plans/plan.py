@@ -24,6 +24,7 @@ class TokenSlicePlan:
         streams: the model's arguments that are sequences of tokens [B, S, ...], in the order in which modules join
             them.
         besides: arguments, or lists, that are added to them.
+        not_with: arguments that hold things that slices cannot go with, where any is given.
         whole: path of a module -> its arguments, or the number of its output, of which all tokens are needed. The
             first come first.
         joined: path of a module that joins the streams -> an argument that goes with the joined tokens, along dim 0.
@@ -38,6 +39,7 @@ class TokenSlicePlan:
     whole: Mapping[str, tuple[str | int, ...]]
     gathered: str
     besides: tuple[str, ...] = ()
+    not_with: tuple[str, ...] = ()
     joined: Mapping[str, str] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     alongside: Mapping[str, str] = field(default_factory=dict)

@@ -33,6 +33,7 @@ FLUX_TRANSFORMER = TensorParallelPlan(
     token_slices=TokenSlicePlan(
         streams=("encoder_hidden_states", "hidden_states"),
         besides=("controlnet_block_samples", "controlnet_single_block_samples"),
+        not_with=("joint_attention_kwargs",),
         whole={
             "transformer_blocks.*.attn": ("hidden_states", "encoder_hidden_states"),
             "transformer_blocks.*.ff": ("hidden_states",),
