@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 def sum_parts(parts: Tensor) -> Tensor:
     """[n, ...] of [parts, n, ...], contiguous; computed in float32, or wider where they are."""
-    kernel = _kernel_for(parts.device) if parts.device.type == "cuda" else None
+    narrow = parts.dtype != torch.float64
+    kernel = _kernel_for(parts.device) if narrow and parts.device.type == "cuda" else None
     return parts.sum(0) if kernel is None else kernel(parts)
 
 

@@ -4,15 +4,18 @@ Between products each rank has a slice of the tokens (Korthikanti et al., 2022, 
 large transformer models"). In a graph of a step the slices are fetched out of the other ranks' memory, and what has
 come of one rank is multiplied while that of the next comes; and what is for one rank is laid in its memory while that
 for the next is multiplied (Wang et al., 2023, "Overlap communication with dependent computation via decomposition").
-No multiprocessor copies. Without a graph both go by the process group.
+No multiprocessor copies but what is short. Without a graph both go by the process group.
 
 Where messages are laid, and when ranks meet, is that of `peer_memory`.
 """
 
+import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +63,7 @@ def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool) 
     process_group = dist.distributed_c10d._resolve_process_group(group)
     every = [x.new_empty(world * len(x), *x.shape[1:]) for x in slices]
     if memory is None:
+        _wait_for(on_their_way)
         for x, into in zip(slices, every, strict=True):
             dist.all_gather(list(into.chunk(world)), x.contiguous(), group=process_group)
         return every
@@ -147,6 +151,7 @@ def _multiply_and_scatter(
     memory = take_place(sum(counts) * first.element_size(), first.device, group)
     process_group = dist.distributed_c10d._resolve_process_group(group)
     if memory is None:
+        _wait_for(slices_on_their_way())
         answers = []
         for x, weight, bias, shape in zip(tensors, weights, biases, shapes, strict=True):
             y, into = x.new_empty(2, *shape)
@@ -202,6 +207,32 @@ def _(x, weights, biases):
 @torch.library.register_fake("diffusers_rocm::multiply_and_scatter", lib=_library)
 def _(tensors, weights, biases, world, group):
     return [x.new_empty(x.shape[0] // world, weight.shape[0]) for x, weight in zip(tensors, weights, strict=True)]
+
+
+@functools.cache
+def teach_compiler() -> bool:
+    """Messages keep the order that the model has them in, on all ranks, though the compiler could order them anew."""
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    last: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+    def keep_in_order(operation: torch._ops.OpOverload) -> None:
+        fall_back = fallback_handler(operation, add_to_fallback_set=False)
+
+        @register_lowering(operation, type_promotion_kind=None)
+        def lower(*args: Any) -> Any:
+            first = len(V.graph.operations)
+            made = fall_back(*args)
+            for each in V.graph.operations[first:]:
+                if V.graph in last:
+                    V.graph.additional_buffer_deps[each.get_operation_name()].add(last[V.graph])
+            last[V.graph] = V.graph.operations[first].get_outputs()[0].get_name()
+            return made
+
+    for operation in (_ours.gather_slices.default, _ours.multiply_and_scatter.default):
+        keep_in_order(operation)
+    return True
 
 
 def gather_slices(slices: Sequence[Tensor], axis: Axis) -> list[Tensor]:

@@ -17,20 +17,27 @@ from ..distributed.collectives import all_gather
 from ..distributed.compression import EXACT
 from ..distributed.links import links_are_slow, reaches_memory
 from ..distributed.mesh import Axes
-from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter
+from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter, teach_compiler
 from ..distributed.quantized import is_plain
 from ..models.plans.plan import TokenSlicePlan, match
 from . import tensor_parallel_layers as layers
 from .sequence_split import SequenceSplit
+from .tensor_parallel import base_layer
 
 
 _SHARDED = layers.ColumnParallelLinear, layers.RowParallelLinear
 
 
 def _adds_to_it(module: nn.Module) -> bool:
-    """Whether it has an adapter, an image prompt, or hooks of diffusers or accelerate."""
+    """Whether it has an adapter, or hooks of diffusers or accelerate."""
     hooked = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or hasattr(module, "_hf_hook")
-    return bool(hooked) or hasattr(module, "lora_A") or hasattr(getattr(module, "processor", None), "scale")
+    return bool(hooked) or hasattr(module, "lora_A")
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether hooks that are not ours look at it, or change it."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(str(getattr(hook, "__module__", "")).startswith("diffusers_rocm.") for hook in hooks)
 
 
 class TokenSlices:
@@ -57,19 +64,25 @@ class TokenSlices:
         exact = self.axis.communication == EXACT
         reached = wanted and exact and reaches_memory(self.axis) and not links_are_slow(self.axis)
         if reached:
+            teach_compiler()
             self._hang()
         return reached
 
     def look(self) -> None:
         """Before a call that is captured, or like one that will be: whether the model is such that slices are right.
 
-        Adapters and image prompts add what is of all tokens, caches look at a rank's own and might decide otherwise
-        than those of other ranks, and what is rounded, or cast for its layer, cannot be multiplied in parts.
+        Adapters add what is of all tokens, caches look at a rank's own and might decide otherwise than those of other
+        ranks, others' hooks and processors may read what is on its way, and what is rounded, or cast for its layer,
+        cannot be multiplied in parts.
         """
+        if not self._handles:
+            return
         modules = list(self._model.modules())
         linears = [each for each in modules if isinstance(each, _SHARDED)]
         self._fits = (
             not any(map(_adds_to_it, modules))
+            and not any(_is_watched(module) for module in modules if module is not self._model)
+            and all(type(each.processor) in self._plan.processors for each in modules if hasattr(each, "processor"))
             and all(type(each) in _SHARDED and is_plain(each.weight) for each in linears)
             and len({each.weight.dtype for each in linears}) == 1
             and linears[0].weight.dtype.itemsize > 1
@@ -81,7 +94,13 @@ class TokenSlices:
                 paths = (*paths, self._plan.alongside[paths[0]])
             groups = ([module for _, module in found] for *_, found in match(self._model, dict.fromkeys(paths)))
             together |= {linear: group for group in zip(*groups, strict=True) for linear in group}
+        for _, names, found in match(self._model, self._plan.ends):
+            for _, module in found if self._fits else ():
+                module.ends = tuple(module.get_submodule(name) for name in names)
+                for linear in module.ends:
+                    linear.later = True
         for linear in linears:
+            linear.slices = self
             if getattr(linear, "together", ()) != together.get(linear, ()):
                 linear.together = together.get(linear, ())
 
@@ -89,7 +108,7 @@ class TokenSlices:
         model, plan = self._model, self._plan
         self._handles = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.get_submodule(plan.gathered).register_forward_hook(self._end, prepend=True),
+            base_layer(model.get_submodule(plan.gathered)).register_forward_hook(self._end, prepend=True),
         ]
         for _, names, found in match(model, plan.whole):
             for _, module in found:
@@ -97,25 +116,19 @@ class TokenSlices:
                     self._handles.append(module.register_forward_hook(self._whole_output(*names)))
                 else:
                     self._handles.append(module.register_forward_pre_hook(self._whole_inputs(names), with_kwargs=True))
-        for _, names, found in match(model, plan.ends):
-            for _, module in found:
-                linears = tuple(module.get_submodule(name) for name in names)
-                self._handles.append(module.register_forward_hook(self._scattered(linears)))
-                for linear in linears:
-                    linear.later = True
+        for *_, found in match(model, plan.ends):
+            self._handles += [module.register_forward_hook(self._scattered) for _, module in found]
         for _, name, found in match(model, plan.joined):
             hook = self._ordered(name)
             self._handles += [module.register_forward_pre_hook(hook, with_kwargs=True) for _, module in found]
-        for module in model.modules():
-            if isinstance(module, _SHARDED):
-                module.slices = self
+        self._handles.append(model.register_forward_hook(self._over, always_call=True))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self._handles:
             for module in self._model.modules():
-                for name in ("slices", "together", "made", "later"):
+                for name in ("slices", "together", "made", "later", "ends"):
                     vars(module).pop(name, None)
         self._handles, self.active = [], False
 
@@ -126,6 +139,7 @@ class TokenSlices:
         lengths = self._lengths if self._split is None else [self._split.lengths.get(x, 1) for x in self._plan.streams]
         self.active = (
             self._fits
+            and model is self._model  # a copy has its tokens whole
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(self.axis.device.type)
             and len(self._lengths) == len(streams)
@@ -186,16 +200,15 @@ class TokenSlices:
 
         return hook
 
-    def _scattered(self, linears: tuple[nn.Linear, ...]) -> Callable:
-        """A hook that makes these row products of a module's first outputs."""
+    def _scattered(self, module: nn.Module, args: tuple, outputs: tuple) -> tuple | None:
+        """Make the row products that end a module, of its first outputs."""
+        if not self.active:
+            return None
+        count = len(module.ends)
+        return (*multiply_and_scatter(outputs[:count], module.ends, self.axis), *outputs[count:])
 
-        def hook(module: nn.Module, args: tuple, outputs: tuple) -> tuple | None:
-            if not self.active:
-                return None
-            count = len(linears)
-            return (*multiply_and_scatter(outputs[:count], linears, self.axis), *outputs[count:])
-
-        return hook
+    def _over(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self.active = False
 
     def scatter(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """A row product: its sum over the ranks, of which this one has its slice."""

@@ -1,6 +1,7 @@
 """Tokens in slices between the products of tensor parallelism; files stand in for memory that all ranks reach."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -150,6 +151,58 @@ def bf16_worker(folder: str) -> tuple[float, float]:
     return relative_l2(alone, wanted), max(relative_l2(output, wanted) for output in outputs)
 
 
+def _fuse(model: nn.Module) -> nn.Module:
+    model.fuse_qkv_projections()
+    return model
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """With weights of its own."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.mul_(1.25)
+    return copied
+
+
+def _watch(model: nn.Module) -> nn.Module:
+    model.transformer_blocks[0].attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "hidden_states": 2 * kwargs["hidden_states"]}), with_kwargs=True
+    )
+    model.transformer_blocks[1].attn.to_out[0].register_forward_hook(lambda module, args, output: output.relu())
+    return model
+
+
+def _fuse_adapter(model: nn.Module) -> nn.Module:
+    model.fuse_lora()
+    model.unload_lora()
+    return model
+
+
+@torch.no_grad()
+def changed_worker(folder: str) -> dict[str, float]:
+    """The errors of graphs of models that changed when they were such already."""
+    found, config = {}, Even()
+    steps = steps_of(config.get_inputs(1), WARM_UP + 2)
+
+    def change(name: str, how: Callable[[nn.Module], nn.Module], before: Callable[[nn.Module], object] = id) -> None:
+        model = config.get_model()
+        before(model)
+        plain = how(copy.deepcopy(model))
+        wanted = [config.get_output(plain, each) for each in steps]
+        model.enable_parallelism(config=ParallelConfig(tp=2))
+        StepGraph(model)
+        changed = how(model)
+        outputs = [config.get_output(changed, each) for each in steps]
+        found[name] = max(map(relative_l2, outputs, wanted))
+
+    with reached(folder, 1):
+        change("fused", _fuse)
+        change("copied", _copy)
+        change("watched", _watch)
+        change("adapter fused", _fuse_adapter, _with_adapter)
+    return found
+
+
 # Messages in their order: a gather of so many tensors, what is multiplied of them and when, sums of so many.
 ORDERS = (
     ("gather 2", "multiply 0", "multiply 1", "sum 2"),
@@ -165,6 +218,7 @@ def products_worker(folder: str, short: int) -> list[bool]:
     linears = [nn.Linear(6, 4, bias=bias) for bias in (True, False)]
     for index, linear in enumerate(linears):
         linear.weight.data = randn(4, 6, seed=index)
+    linears[0].bias.data = randn(4, seed=2)
 
     def play(order: Sequence[str], seed: int) -> bool:
         gathered, answers, rows = [], [], itertools.cycle((2, 3))
@@ -258,6 +312,11 @@ class TestTokenSlices(unittest.TestCase):
                 for name, (error, count) in found.items():
                     self.assertLessEqual(error, FLOAT32_BAR, name)
                     self.assertEqual(count, 0, name)
+
+    def test_changed_models(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(2, changed_worker, folder):
+                self.assertLessEqual(max(found.values()), FLOAT32_BAR, found)
 
     def test_bf16(self):
         with tempfile.TemporaryDirectory() as folder:

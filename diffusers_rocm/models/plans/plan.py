@@ -32,12 +32,15 @@ class TokenSlicePlan:
         together: paths of the Linears that read the same input, of each block, and are made together.
         alongside: path of the first of them -> of a Linear that is made with them where attention sends nothing, which
             it could be beside.
+        processors: the classes that attention's processors may be of: these read their input by its column products
+            alone, and end with the row products.
         ends: path of a module -> paths in it of the row products that make its first outputs, each of its own.
     """
 
     streams: tuple[str, ...]
     whole: Mapping[str, tuple[str | int, ...]]
     gathered: str
+    processors: tuple[type, ...]
     besides: tuple[str, ...] = ()
     not_with: tuple[str, ...] = ()
     joined: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,7 @@
 """FLUX.1: dev, schnell, Kontext, Fill, and its ControlNets."""
 
 from diffusers import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
 from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
@@ -43,6 +44,7 @@ FLUX_TRANSFORMER = TensorParallelPlan(
         joined={"single_transformer_blocks.*": "image_rotary_emb"},
         ends={"transformer_blocks.*.attn": ("to_out.0", "to_add_out")},
         gathered="proj_out",
+        processors=(FluxAttnProcessor,),
         together=(
             tuple(f"transformer_blocks.*.attn.{name}" for name in ("to_q", "to_k", "to_v")),
             tuple(f"transformer_blocks.*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
