@@ -3,7 +3,7 @@
 Between products, where a rank of tensor parallelism would repeat what all others compute, it has a slice of each
 stream of tokens (Korthikanti et al., 2022). What its column products read is gathered, and of what its row products
 sum it keeps its slice: as many bytes as a sum, in two messages, which pay where they go by copies beside the products
-(docs/performance.md). So it is on in graphs of a step alone, over fast links.
+(docs/performance.md). So it is for graphs of a step, over fast links; the calls before the capture go by the group.
 """
 
 from collections.abc import Callable
