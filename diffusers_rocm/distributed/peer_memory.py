@@ -122,7 +122,7 @@ def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device:
         return torch.empty(shape, dtype=dtype, device=device)
     process_group = dist.distributed_c10d._resolve_process_group(group)
     if group not in _call.turn:
-        _meet(place, process_group, device)  # of the call before, all have fetched all
+        meet(place.memory, group, device)  # of the call before, all have fetched all
     return place.memory.get_buffer(process_group.rank(), shape, dtype)
 
 
@@ -143,7 +143,7 @@ def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     into[rank].copy_(x.chunk(world)[rank])  # by a kernel, which would wait for those that come next
     if group in _call.coming:
         _call.coming.pop(group).wait()
-    _meet(reached, process_group, x.device)
+    meet(reached.memory, group, x.device)
     others = ((rank + step) % world for step in range(1, world))
     pairs = ((into[peer], reached.memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
     coming = _Coming(copy_beside(pairs, x.device))
@@ -206,10 +206,6 @@ def meet(memory: Any, group: str, device: torch.device) -> None:
     """Wait until all ranks have come here."""
     process_group = dist.distributed_c10d._resolve_process_group(group)
     memory.barrier(channel=0, timeout_ms=_timeout(process_group, device))
-
-
-def _meet(place: _Place, group: dist.ProcessGroup, device: torch.device) -> None:
-    place.memory.barrier(channel=0, timeout_ms=_timeout(group, device))
 
 
 def _make_room(size: int, device: torch.device, group: str) -> None:

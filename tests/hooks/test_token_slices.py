@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from diffusers import FirstBlockCacheConfig
 from parameterized import parameterized
 from peft import LoraConfig
@@ -24,11 +23,12 @@ from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.parts import sum_parts
-from diffusers_rocm.distributed.peer_memory import call_of_a_graph, held_bytes, teach_compiler
+from diffusers_rocm.distributed.peer_memory import call_of_a_graph, teach_compiler
 from diffusers_rocm.hooks import sequence_split, step_graph, token_slices
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
 
+from ..distributed import test_peer_memory
 from ..distributed.test_peer_memory import Even, Replayed, mapped_memory
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
@@ -249,27 +249,10 @@ def products_worker(folder: str, short: int) -> list[bool]:
     return found
 
 
-@torch.no_grad()
 def gpu_worker(degrees: dict[str, int], compiled: bool) -> tuple[float, dict[str, int], int]:
-    """The largest error of FLUX as a graph, in parts, what its replay launches, and bytes held."""
-    config, device = Even(), torch.device("cuda", dist.get_rank())
-    model, inputs = config.get_model().to(device), config.get_inputs(1)
-    steps = [{name: x.to(device) for name, x in each.items()} for each in steps_of(inputs, WARM_UP + 3)]
-    wanted = [config.get_output(model, each) for each in steps]
-    with mock.patch.object(peer_products, "SHORT", 4):  # rows of text, and not of the image
-        model.enable_parallelism(config=ParallelConfig(**degrees))
-        graph = StepGraph(model)
-        if compiled:
-            torch._dynamo.reset()
-            model.compile_repeated_blocks(fullgraph=True)
-        outputs = [config.get_output(model, each) for each in steps]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            config.get_output(model, steps[0])
-            torch.cuda.synchronize()
-        names = [event.name for event in profile.events()]
-        found = {part: sum(part in name for name in names) for part in ("Memcpy PtoP", "barrier_kernel", "AllReduce")}
-        graph.remove()
-    return max(map(relative_l2, outputs, wanted)), found, held_bytes()
+    """As in `test_peer_memory`, with the rows of the image in parts, and those of the text at once."""
+    with mock.patch.object(peer_products, "SHORT", 4):
+        return test_peer_memory.gpu_worker(degrees, compiled)
 
 
 class TestTokenSlices(unittest.TestCase):
