@@ -43,18 +43,21 @@ class _Place:
 
 @dataclass
 class _Call:
-    """A call of a model, captured or to be captured next: which place each group's next message takes."""
+    """A call of a model, captured or to be captured next: which place each group's last message took."""
 
     captured: bool
     turn: dict[str, int] = field(default_factory=dict)
+    # torch's handle of it, until the message is fetched.
+    taken: dict[str, Any] = field(default_factory=dict)
     # What is not waited for yet.
     coming: dict[str, "_Coming"] = field(default_factory=dict)
     # Slices of tokens on their way (`peer_products`).
     slices: dict[int, Any] = field(default_factory=dict)
 
 
-# For each group its places, and those that were too small for a later call, which older graphs still use.
-_places: dict[str, list[_Place]] = {}
+# For each group its places, or None where they could not be made; and those that were too small for a later call, or
+# of such a group, which older graphs still use.
+_places: dict[str, list[_Place] | None] = {}
 _outgrown: list[_Place] = []
 _call: _Call | None = None
 # How many tensors this process has shared.
@@ -109,7 +112,7 @@ def forget_places(group: dist.ProcessGroup | None = None) -> None:
 
 def held_bytes() -> int:
     """What places take of this rank's GPU, which torch's allocator does not count."""
-    return sum(place.bytes.nbytes for places in (*_places.values(), _outgrown) for place in places)
+    return sum(place.bytes.nbytes for places in (*filter(None, _places.values()), _outgrown) for place in places)
 
 
 def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -117,38 +120,32 @@ def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device:
 
     It is fetched before the next one is asked for.
     """
-    place = _reached(math.prod(shape) * dtype.itemsize, group)
-    if place is None:
+    memory = take_place(math.prod(shape) * dtype.itemsize, device, group)
+    if memory is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    if group not in _call.turn:
-        meet(place.memory, group, device)  # of the call before, all have fetched all
-    return place.memory.get_buffer(process_group.rank(), shape, dtype)
+    _call.taken[group] = memory
+    return memory.get_buffer(dist.distributed_c10d._resolve_process_group(group).rank(), shape, dtype)
 
 
 def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have laid for this one where `_next_place` told them."""
     x = place.view(-1)
-    if _call is not None and not _call.captured:
-        _make_room(x.nbytes, x.device, group)
-        _call.turn[group] = _next_index(group)
-    reached = _reached(x.nbytes, group)
-    if reached is None:
+    memory = None if _call is None else _call.taken.pop(group, None)
+    if memory is None:
         return _by_group(x, world, group)
-    process_group = dist.distributed_c10d._resolve_process_group(group)
-    rank, count = process_group.rank(), x.numel() // world
-    assert x.data_ptr() == reached.memory.get_buffer(rank, x.shape, x.dtype).data_ptr()
+    rank, count = dist.distributed_c10d._resolve_process_group(group).rank(), x.numel() // world
+    assert x.data_ptr() == memory.get_buffer(rank, x.shape, x.dtype).data_ptr()
     received = torch.empty_like(x)
     into = received.chunk(world)
     into[rank].copy_(x.chunk(world)[rank])  # by a kernel, which would wait for those that come next
     if group in _call.coming:
         _call.coming.pop(group).wait()
-    meet(reached.memory, group, x.device)
+    meet(memory, group, x.device)
     others = ((rank + step) % world for step in range(1, world))
-    pairs = ((into[peer], reached.memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
+    pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
     coming = _Coming(copy_beside(pairs, x.device))
     torch._C._distributed_c10d._register_work(received, coming)
-    _call.turn[group], _call.coming[group] = _next_index(group), coming
+    _call.coming[group] = coming
     return received
 
 
@@ -162,22 +159,6 @@ def _joined_shape(parts: Sequence[Any], dim: int) -> list[Any]:
     return [*shape[:dim], sum(part.shape[dim] for part in parts), *shape[dim + 1 :]]
 
 
-def _next_index(group: str) -> int:
-    """Of the place that the next message takes."""
-    return 1 - _call.turn.get(group, 1)
-
-
-def _next_room(size: int, group: str) -> _Place | None:
-    """The place that the next message takes, if it has `size` bytes."""
-    places, index = _places.get(group, []), _next_index(group)
-    return places[index] if index < len(places) and places[index].bytes.numel() >= size else None
-
-
-def _reached(size: int, group: str) -> _Place | None:
-    """The same, in a captured call."""
-    return _next_room(size, group) if _call is not None and _call.captured else None
-
-
 def take_place(size: int, device: torch.device, group: str) -> Any:
     """torch's handle of the memory that the next message of a group takes, `size` bytes of each rank.
 
@@ -186,15 +167,14 @@ def take_place(size: int, device: torch.device, group: str) -> Any:
     """
     if _call is None:
         return None
+    index = 1 - _call.turn.get(group, 1)
     if not _call.captured:
-        _make_room(size, device, group)
-    elif (place := _reached(size, group)) is not None:
-        if group not in _call.turn:
-            meet(place.memory, group, device)  # of the call before, all have fetched all
-        _call.turn[group] = _next_index(group)
-        return place.memory
-    _call.turn[group] = _next_index(group)
-    return None
+        _make_room(size, index, device, group)
+    place = _room(size, index, group) if _call.captured else None
+    if place is not None and group not in _call.turn:
+        meet(place.memory, group, device)  # of the call before, all have fetched all
+    _call.turn[group] = index
+    return place and place.memory
 
 
 def slices_on_their_way() -> dict[int, Any]:
@@ -208,36 +188,44 @@ def meet(memory: Any, group: str, device: torch.device) -> None:
     memory.barrier(channel=0, timeout_ms=_timeout(process_group, device))
 
 
-def _make_room(size: int, device: torch.device, group: str) -> None:
-    """A place for the next message, of `size` bytes, which all ranks of the group make, or none."""
-    if _next_room(size, group) is not None:
+def _room(size: int, index: int, group: str) -> _Place | None:
+    """The place of this index, if it has `size` bytes."""
+    places = _places.get(group) or []
+    return places[index] if index < len(places) and places[index].bytes.numel() >= size else None
+
+
+def _make_room(size: int, index: int, device: torch.device, group: str) -> None:
+    """A place for the next message, of `size` bytes, which all ranks of the group make, or none ever."""
+    places = _places.setdefault(group, [])
+    if places is None or _room(size, index, group) is not None:
         return
-    places, index = _places.setdefault(group, []), _next_index(group)
     grows = index < len(places)  # by a quarter more, so that it seldom does
-    made = symmetric.empty(size + grows * (size // 64) * 16, dtype=torch.uint8, device=device)
-    memory = _share(made, dist.distributed_c10d._resolve_process_group(group))
-    if memory is None:
-        return
-    place = _Place(made, memory)
-    if grows:
+    place = _share(size + grows * (size // 64) * 16, device, dist.distributed_c10d._resolve_process_group(group))
+    if place is None:
+        _outgrown.extend(places)
+        _places[group] = None
+    elif grows:
         _outgrown.append(places[index])
         places[index] = place
     else:
         places.append(place)
 
 
-def _share(x: Tensor, group: dist.ProcessGroup) -> Any:
-    """torch's handle of `x` on all ranks of a group, who call it; None if they have asked for other numbers of them.
+def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place | None:
+    """A place of `size` bytes on all ranks of a group, who call it.
 
-    torch counts them by process: those of other groups too. Ranks that count otherwise would wait for each other.
+    None if one of them has no memory for it, or if they have made other numbers of them: torch counts them by process,
+    those of other groups too, and ranks that count otherwise would wait for each other.
     """
     global _shared
-    counts = [torch.tensor([_shared], device=x.device) for _ in range(group.size())]
-    dist.all_gather(counts, counts[0].clone(), group=group)
-    if len({int(count) for count in counts}) > 1:
+    made = _tried(lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
+    own = torch.tensor([-1 if made is None else _shared], device=device)
+    counts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(counts, own, group=group)
+    if made is None or len({int(count) for count in counts}) > 1:
         return None
     _shared += 1
-    return symmetric.rendezvous(x, group.group_name)
+    return _Place(made, symmetric.rendezvous(made, group.group_name))
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -325,12 +313,11 @@ def can_fetch(group: dist.ProcessGroup, device: torch.device, on_all: Callable[[
         on_all: tells whether something is so on all ranks. They ask after each step, so that in the next none waits
             for one that has failed.
     """
-    number = _tried(lambda: symmetric.empty(1, dtype=torch.int64, device=device).fill_(group.rank()))
-    if not on_all(number is not None):
+    place = _tried(lambda: _share(torch.int64.itemsize, device, group))
+    if not on_all(place is not None):
         return False
-    memory = _tried(lambda: _share(number, group))
-    if not on_all(memory is not None):
-        return False
+    place.bytes.view(torch.int64).fill_(group.rank())
+    memory = place.memory
 
     def numbers() -> list[int]:
         memory.barrier(channel=0, timeout_ms=_timeout(group, device))
@@ -346,5 +333,5 @@ def _tried(step: Callable[[], Any]) -> Any:
     try:
         return step()
     except Exception as error:
-        logger.warning(f"this rank cannot reach the others' memory: {str(error).partition(chr(10))[0]}")
+        logger.warning(f"this rank shares no memory with the others: {str(error).partition(chr(10))[0]}")
         return None

@@ -1,6 +1,7 @@
 """Messages by copies out of the other ranks' memory; on a CPU, a file that all ranks map stands in for it."""
 
 import contextlib
+import itertools
 import math
 import tempfile
 import time
@@ -73,10 +74,12 @@ class MappedFiles:
 def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
     """Symmetric memory is files; copies come when they are waited for, so as late as they may, and `late` seconds."""
     files: dict[int, int] = {}
+    numbers = itertools.count()
 
     def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        x = torch.from_file(str(Path(folder) / f"{dist.get_rank()}-{len(files)}"), True, count, dtype=dtype)
-        files[x.data_ptr()] = len(files)
+        number = next(numbers)
+        x = torch.from_file(str(Path(folder) / f"{dist.get_rank()}-{number}"), True, count, dtype=dtype)
+        files[x.data_ptr()] = number
         return x
 
     def rendezvous(x: Tensor, group: str) -> MappedFiles:
@@ -122,10 +125,20 @@ def exchange_worker(folder: str) -> dict[str, Any]:
             answer = right()
         return answer, [event.name for event in profile.events()].count("_c10d_functional::all_to_all_single")
 
+    def memory_for(count: int) -> Callable[..., Tensor]:
+        """Of a rank that has it for so many places."""
+        empty, left = peer_memory.symmetric.empty, [None] * count
+        return lambda *args, **kwargs: (empty(*args, **kwargs), left.pop())[0]
+
     with mapped_memory(folder):
         found["never prepared"] = by_group(captured=True)
         with mock.patch.object(peer_memory, "_shared", axis.rank):  # of other groups
             found["counted otherwise"] = by_group(captured=False), by_group(captured=True), held_bytes()
+        forget_places(axis.group)
+        with mock.patch.object(peer_memory.symmetric, "empty", memory_for(1 if axis.rank == 1 else 2)):
+            found["no memory for the second"] = by_group(captured=False), by_group(captured=True)
+        found["nor later"] = by_group(captured=False), by_group(captured=True), held_bytes()
+        forget_places()
         found["before"], found["held"] = by_group(captured=False), held_bytes()
         found["captured"], found["again"] = by_group(captured=True), by_group(captured=True)
         found["short calls"] = []
@@ -329,6 +342,8 @@ class TestPeerMemory(unittest.TestCase):
                     {
                         "never prepared": (True, count),
                         "counted otherwise": ((True, count), (True, count), 0),
+                        "no memory for the second": ((True, count), (True, count)),
+                        "nor later": ((True, count), (True, count), size * 5),
                         "before": (True, count),
                         "held": size * (5 + 2 + 7) + 16,  # the second place had 2 at first, and then some more than 7
                         "captured": (True, 0),
@@ -356,14 +371,13 @@ class TestPeerMemory(unittest.TestCase):
         """A place takes a message of its size, and no larger one."""
         places = [peer_memory._Place(torch.empty(size, dtype=torch.uint8), None) for size in (64, 32)]
         with mock.patch.dict(peer_memory._places, {"group": places}):
-            with mock.patch.object(peer_memory, "_call", peer_memory._Call(captured=True)):
-                rooms = [peer_memory._next_room(size, "group") for size in (64, 65)]
+            rooms = [peer_memory._room(size, 0, "group") for size in (64, 65)]
         assert rooms == [places[0], None], rooms
 
     def test_what_is_reached(self):
         with tempfile.TemporaryDirectory() as folder:
             for answers in run_ranks(2, reach_worker, folder):
-                self.assertEqual(answers, [(True, 4), (False, 1), (False, 2), (False, 3)])
+                self.assertEqual(answers, [(True, 3), (False, 1), (False, 1), (False, 2)])
 
     def test_how_long_it_takes_is_known(self):
         """On GPUs alone the compiler asks."""
