@@ -232,7 +232,7 @@ def kernels(*names: str) -> str:
     ran = []
     for name in names:
         run = read(name)
-        how = re.findall(r"--wait (\S+)", run["command"])
+        how = re.findall(r"--(?:model|wait) (\S+)", run["command"])
         how += [f"{side}x{side}" for side in re.findall(r"--resolution (\d+)", run["command"])]
         how += ["by the process group"] * ("--process-group" in run["command"])
         for row in run["rows"]:
@@ -395,6 +395,9 @@ TABLES = {
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
+    "kernels_slices": lambda: kernels(
+        *(f"kernels_{how}_{model}_2xh200" for model in ("wan", "flux2") for how in ("slices", "sums"))
+    ),
     "step_qwen_image": lambda: steps("step_qwen_image_2xh100", ("compile",)),
     "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),

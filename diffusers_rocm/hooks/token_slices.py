@@ -6,6 +6,7 @@ sum it keeps its slice: as many bytes as a sum, in two messages, which pay where
 (docs/performance.md). So it is for graphs of a step, over fast links; the calls before the capture go by the group.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,10 @@ def _is_watched(module: nn.Module) -> bool:
     return not all(str(getattr(hook, "__module__", "")).startswith("diffusers_rocm.") for hook in hooks)
 
 
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
+
+
 class TokenSlices:
     """What the hooks and the products of one model share.
 
@@ -51,7 +56,7 @@ class TokenSlices:
         self._model, self._plan, self._split, self._context = model, plan, split, axes.context.size
         self.axis: Axis = axes.tp
         self.active = False
-        self._fits = False
+        self._fits = self._may = False  # of the model, and of this call of it
         self._lengths: list[int] = []  # of each stream, on this rank of the context, in this forward
         self._handles: list[Any] = []
 
@@ -96,7 +101,7 @@ class TokenSlices:
             together |= {linear: group for group in zip(*groups, strict=True) for linear in group}
         for _, names, found in match(self._model, self._plan.ends):
             for _, module in found if self._fits else ():
-                module.ends = tuple(module.get_submodule(name) for name in names)
+                module.ends = tuple(map(module.get_submodule, names))
                 for linear in module.ends:
                     linear.later = True
         for linear in linears:
@@ -106,10 +111,16 @@ class TokenSlices:
 
     def _hang(self) -> None:
         model, plan = self._model, self._plan
+        sliced = model.get_submodule(plan.sliced)
         self._handles = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_pre_hook(self._start(_arguments(model)), with_kwargs=True),
+            sliced.register_forward_pre_hook(self._begin(_arguments(sliced)), with_kwargs=True),
             base_layer(model.get_submodule(plan.gathered)).register_forward_hook(self._end, prepend=True),
         ]
+        for path in plan.sliced_again:
+            module = base_layer(model.get_submodule(path))
+            self._handles.append(module.register_forward_pre_hook(self._all))
+            self._handles.append(module.register_forward_hook(self._own))
         for _, names, found in match(model, plan.whole):
             for _, module in found:
                 if isinstance(names[0], int):
@@ -132,24 +143,43 @@ class TokenSlices:
                     vars(module).pop(name, None)
         self._handles, self.active = [], False
 
-    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Slice the streams, if each can be by all ranks alike."""
-        streams = [kwargs.get(name) for name in self._plan.streams]
-        self._lengths = [x.shape[1] for x in streams if isinstance(x, Tensor)]
-        lengths = self._lengths if self._split is None else [self._split.lengths.get(x, 1) for x in self._plan.streams]
-        self.active = (
-            self._fits
-            and model is self._model  # a copy has its tokens whole
-            and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(self.axis.device.type)
-            and len(self._lengths) == len(streams)
-            and not any(kwargs.get(name) for name in self._plan.not_with)
-            and all(length % (self._context * self.axis.size) == 0 for length in lengths)
-        )
-        if not self.active:
-            return None
-        names = (*self._plan.streams, *self._plan.besides)
-        return args, {k: self._slice(x) if k in names else x for k, x in kwargs.items()}
+    def _start(self, names: tuple[str, ...]) -> Callable:
+        """A hook of the model, with these arguments, that asks whether its tokens may be in slices in this call."""
+
+        def hook(model: nn.Module, args: tuple, kwargs: dict) -> None:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            refused = (
+                given.get(name) is not None and refuses(given[name]) for name, refuses in self._plan.not_with.items()
+            )
+            self._may = (
+                self._fits
+                and model is self._model  # a copy has its tokens whole
+                and not torch.is_grad_enabled()
+                and not torch.is_autocast_enabled(self.axis.device.type)
+                and not any(refused)
+            )
+
+        return hook
+
+    def _begin(self, names: tuple[str, ...]) -> Callable:
+        """A hook of the module that has the streams, with these arguments: slices, if all ranks have alike."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            if not self._may:
+                return None
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            streams = [given.get(name) for name in self._plan.streams]
+            lengths = self._lengths = [x.shape[1] for x in streams if isinstance(x, Tensor)]
+            if self._split is not None:
+                lengths = [self._split.lengths.get(name, 1) for name in self._plan.streams]
+            ranks = self._context * self.axis.size
+            self.active = len(self._lengths) == len(streams) and all(length % ranks == 0 for length in lengths)
+            if not self.active:
+                return None
+            sliced = (*self._plan.streams, *self._plan.besides)
+            return (), {name: self._slice(x) if name in sliced else x for name, x in given.items()}
+
+        return hook
 
     def _slice(self, x: Any) -> Any:
         """This rank's tokens of [B, S, ...], or of each in a list."""
@@ -158,9 +188,16 @@ class TokenSlices:
         return x if x is None else x.chunk(self.axis.size, 1)[self.axis.rank]
 
     def _end(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        if not self.active:
-            return output
-        return all_gather(output, (output.shape[1],) * self.axis.size, self.axis, 1)
+        return self._gathered(output) if self.active else output
+
+    def _all(self, module: nn.Module, args: tuple) -> tuple | None:
+        return (self._gathered(args[0]), *args[1:]) if self.active else None
+
+    def _own(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return self._slice(output) if self.active else output
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return all_gather(x, (x.shape[1],) * self.axis.size, self.axis, 1)
 
     def _whole_inputs(self, names: tuple[str, ...]) -> Callable:
         """A hook that gives a module all tokens of these arguments, of which the first may come by position."""

@@ -414,5 +414,6 @@ class TestPeerMemory(unittest.TestCase):
             self.assertEqual(found["Memcpy PtoP"], copies, found)
             # Tokens in slices (`tp`) meet for eight gathers and eight sums, and once before these.
             self.assertEqual(found["barrier_kernel"], 9 + 17 * ("tp" in degrees), found)
-            self.assertEqual(found["SendRecv"], 0, found)
+            if "ring" not in degrees:  # what a ring gathers goes as NCCL likes
+                self.assertEqual(found["SendRecv"], 0, found)
             self.assertGreater(held, 0)

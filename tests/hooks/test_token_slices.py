@@ -30,9 +30,18 @@ from diffusers_rocm.models import modeling_utils
 
 from ..distributed import test_peer_memory
 from ..distributed.test_peer_memory import Even, Replayed, mapped_memory
-from ..models.testing_utils.common import randn
+from ..models.testing_utils.common import BaseModelTesterConfig, randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..models.transformers.test_models_transformer_bria import BriaTransformerTesterConfig
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
+from ..models.transformers.test_models_transformer_flux2 import Flux2TransformerTesterConfig
+from ..models.transformers.test_models_transformer_longcat_image import LongCatImageTransformerTesterConfig
+from ..models.transformers.test_models_transformer_ovis_image import OvisImageTransformerTesterConfig
+from ..models.transformers.test_models_transformer_wan import (
+    WanImageToVideoTransformerTesterConfig,
+    WanTI2VTransformerTesterConfig,
+    WanTransformerTesterConfig,
+)
 from ..testing_utils import relative_l2, require_torch_accelerators, run_ranks
 from .test_step_graph import steps_of
 
@@ -65,12 +74,19 @@ LEFT = "slices", "together", "made", "later"
 
 
 @torch.no_grad()
-def flux_worker(
-    folder: str, degrees: dict[str, int], how: tuple[str, ...], short: int, batch: int
+def model_worker(
+    folder: str,
+    config_class: type[BaseModelTesterConfig],
+    sizes: tuple[int, ...] | None,
+    degrees: dict[str, int],
+    how: tuple[str, ...],
+    short: int,
+    batch: int,
 ) -> tuple[float, dict[str, int], bool]:
-    """The largest error of FLUX as a graph, how many of our operations a replay does, and whether anything of ours is
-    left on modules when it is no graph any more."""
-    config = Even()
+    """The largest error of a model as a graph, how many of our operations a replay does, and whether anything of ours
+    is left on modules when it is no graph any more."""
+    config = config_class()
+    config.sizes = sizes
     model, steps = config.get_model(), steps_of(config.get_inputs(batch), WARM_UP + 2)
     wanted = [config.get_output(model, each) for each in steps]
     teach_compiler()
@@ -78,9 +94,13 @@ def flux_worker(
         model.enable_parallelism(config=ParallelConfig(**degrees))
         if "fused" in how:
             model.fuse_qkv_projections()
+        if how:
+            torch._dynamo.reset()
+        if "compiled before" in how:
+            model.compile_repeated_blocks(fullgraph=True)
+            config.get_output(model, steps[0])
         graph = StepGraph(model)
         if "compiled" in how:
-            torch._dynamo.reset()
             model.compile_repeated_blocks(fullgraph=True)
         outputs = [config.get_output(model, each) for each in steps]
         output, found = counted(lambda: config.get_output(model, steps[0]))
@@ -277,7 +297,58 @@ class TestTokenSlices(unittest.TestCase):
         wanted = {"gather_slices": 2 * 3 + 2, "multiply": 2 * 4 + 2 + 2 * alone, "multiply_and_scatter": 2 * 3 + 2}
         with tempfile.TemporaryDirectory() as folder:
             for error, found, left in run_ranks(
-                math.prod(degrees.values()), flux_worker, folder, degrees, how, short, batch
+                math.prod(degrees.values()), model_worker, folder, Even, None, degrees, how, short, batch
+            ):
+                self.assertLessEqual(error, FLOAT32_BAR)
+                self.assertEqual(found, wanted)
+                self.assertFalse(left)
+
+    @parameterized.expand(
+        [
+            ("bria", BriaTransformerTesterConfig, {"tp": 4}, (), 1),
+            ("longcat image", LongCatImageTransformerTesterConfig, {"tp": 2, "ring": 2}, (), 2),
+            ("ovis image", OvisImageTransformerTesterConfig, {"tp": 2}, (), 1),
+            ("flux.2", Flux2TransformerTesterConfig, {"tp": 2}, (), 2),
+            ("flux.2, two by two, compiled", Flux2TransformerTesterConfig, {"tp": 2, "ulysses": 2}, ("compiled",), 1),
+        ]
+    )
+    def test_models_of_two_streams(self, name, config_class, degrees, how, batch):
+        # As of FLUX.1; the MLP of FLUX.2's blocks of one stream is part of attention's product.
+        alone = len(degrees) > 1 and config_class is not Flux2TransformerTesterConfig
+        wanted = {"gather_slices": 2 * 3 + 2, "multiply": 2 * 4 + 2 + 2 * alone, "multiply_and_scatter": 2 * 3 + 2}
+        self.check(config_class, (4, 8, 8), degrees, how, batch, wanted)
+
+    @parameterized.expand(
+        [
+            ("text to video", WanTransformerTesterConfig, {"tp": 4}, (), 1, 2),
+            ("of two items", WanTransformerTesterConfig, {"tp": 2}, (), 2, 2),
+            ("two by two", WanTransformerTesterConfig, {"tp": 2, "ulysses": 2}, (), 1, 2),
+            ("compiled before it is a graph", WanTransformerTesterConfig, {"tp": 2}, ("compiled before",), 1, 2),
+            ("image to video, compiled", WanImageToVideoTransformerTesterConfig, {"tp": 2}, ("compiled",), 1, 4),
+        ]
+    )
+    def test_wan(self, name, config_class, degrees, how, batch, conditions):
+        # In each of two blocks self-attention, cross-attention and an MLP; and products of conditions.
+        wanted = {"gather_slices": 2 * 3, "multiply": 2 * (3 + conditions), "multiply_and_scatter": 2 * 3}
+        self.check(config_class, (2, 6, 8), degrees, how, batch, wanted)
+
+    def test_timesteps_of_tokens(self):
+        nothing = dict.fromkeys(OURS, 0)
+        self.check(WanTI2VTransformerTesterConfig, (2, 6, 8), {"tp": 2}, (), 1, nothing)
+
+    def check(
+        self,
+        config_class: type[BaseModelTesterConfig],
+        sizes: tuple[int, ...],
+        degrees: dict[str, int],
+        how: tuple[str, ...],
+        batch: int,
+        wanted: dict[str, int],
+    ) -> None:
+        world = math.prod(degrees.values())
+        with tempfile.TemporaryDirectory() as folder:
+            for error, found, left in run_ranks(
+                world, model_worker, folder, config_class, sizes, degrees, how, 1, batch
             ):
                 self.assertLessEqual(error, FLOAT32_BAR)
                 self.assertEqual(found, wanted)

@@ -64,6 +64,13 @@ SINGLE_STREAM_BLOCK = {
     "norm.linear": "modulation",
 }
 
+# What is made together of tokens in slices (`TokenSlicePlan`).
+QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
+DOUBLE_STREAM_TOGETHER = (
+    tuple(f"transformer_blocks.*.attn.{name}" for name in QUERY_KEY_VALUE),
+    tuple(f"transformer_blocks.*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
+)
+
 # Why modules are left whole.
 FEW_INPUTS = "replicate:few input channels; every rank needs the output"
 FEW_OUTPUTS = "replicate:few output channels"

@@ -21,13 +21,15 @@ class TokenSlicePlan:
     what column products read is of all tokens.
 
     Attributes:
-        streams: the model's arguments that are sequences of tokens [B, S, ...], in the order in which modules join
-            them.
-        besides: arguments, or lists, that are added to them.
-        not_with: arguments that hold things that slices cannot go with, where any is given.
+        streams: arguments that are sequences of tokens [B, S, ...], in the order in which modules join them.
+        sliced: path of the module that they are arguments of; the model by default.
+        besides: arguments of it, or lists, that are added to them.
+        not_with: an argument of the model -> whether it is such that slices cannot go with it; None never is.
         whole: path of a module -> its arguments, or the number of its output, of which all tokens are needed. The
             first come first.
-        joined: path of a module that joins the streams -> an argument that goes with the joined tokens, along dim 0.
+        sliced_again: paths of modules that are given all tokens, and whose output is sliced: their products are
+            gathered.
+        joined: path of a module of joined streams -> an argument that goes with their tokens, along dim 0.
         gathered: path of the module whose output is the model's.
         together: paths of the Linears that read the same input, of each block, and are made together.
         alongside: path of the first of them -> of a Linear that is made with them where attention sends nothing, which
@@ -41,8 +43,10 @@ class TokenSlicePlan:
     whole: Mapping[str, tuple[str | int, ...]]
     gathered: str
     processors: tuple[type, ...]
+    sliced: str = ""
     besides: tuple[str, ...] = ()
-    not_with: tuple[str, ...] = ()
+    not_with: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    sliced_again: tuple[str, ...] = ()
     joined: Mapping[str, str] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     alongside: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,13 @@
 """Bria 3.2."""
 
+from dataclasses import replace
+
+from diffusers.models.transformers.transformer_bria import BriaAttnProcessor
+
 from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
+from .transformer_flux import FLUX_SLICES
 
 
 TENSOR_PARALLEL_PLANS = {
@@ -17,6 +22,12 @@ TENSOR_PARALLEL_PLANS = {
             "proj_out": FEW_OUTPUTS,
         },
         embedding="time_embed",
+        token_slices=replace(
+            FLUX_SLICES,
+            processors=(BriaAttnProcessor,),
+            besides=("controlnet_block_samples",),
+            not_with={"controlnet_single_block_samples": bool},
+        ),
     )
 }
 

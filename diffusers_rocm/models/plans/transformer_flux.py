@@ -1,9 +1,20 @@
 """FLUX.1: dev, schnell, Kontext, Fill, and its ControlNets."""
 
+from dataclasses import replace
+
 from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
-from .building_blocks import DOUBLE_STREAM_BLOCK, FEW_INPUTS, FEW_OUTPUTS, ONE_ROW, SINGLE_STREAM_BLOCK, SMALL_LINEAR
+from .building_blocks import (
+    DOUBLE_STREAM_BLOCK,
+    DOUBLE_STREAM_TOGETHER,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    ONE_ROW,
+    QUERY_KEY_VALUE,
+    SINGLE_STREAM_BLOCK,
+    SMALL_LINEAR,
+)
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, TokenSlicePlan, at
 
@@ -23,6 +34,24 @@ IP_ADAPTER = {
 }
 IP_ADAPTER_KEYS = ("transformer_blocks.*.attn.processor.to_k_ip.*?",)
 
+# Of models whose blocks are FLUX.1's, each with attention processors of its own.
+FLUX_SLICES = TokenSlicePlan(
+    streams=("encoder_hidden_states", "hidden_states"),
+    not_with={"joint_attention_kwargs": bool},
+    whole={
+        "transformer_blocks.*.attn": ("hidden_states", "encoder_hidden_states"),
+        "transformer_blocks.*.ff": ("hidden_states",),
+        "transformer_blocks.*.ff_context": ("hidden_states",),
+        "single_transformer_blocks.*.norm": (0,),
+    },
+    joined={"single_transformer_blocks.*": "image_rotary_emb"},
+    ends={"transformer_blocks.*.attn": ("to_out.0", "to_add_out")},
+    gathered="proj_out",
+    processors=(),
+    together=(*DOUBLE_STREAM_TOGETHER, tuple(f"single_transformer_blocks.*.attn.{name}" for name in QUERY_KEY_VALUE)),
+    alongside={"single_transformer_blocks.*.attn.to_q": "single_transformer_blocks.*.proj_mlp"},
+)
+
 FLUX_TRANSFORMER = TensorParallelPlan(
     {
         **_COMMON,
@@ -31,26 +60,10 @@ FLUX_TRANSFORMER = TensorParallelPlan(
         "proj_out": FEW_OUTPUTS,
     },
     embedding="time_text_embed",
-    token_slices=TokenSlicePlan(
-        streams=("encoder_hidden_states", "hidden_states"),
-        besides=("controlnet_block_samples", "controlnet_single_block_samples"),
-        not_with=("joint_attention_kwargs",),
-        whole={
-            "transformer_blocks.*.attn": ("hidden_states", "encoder_hidden_states"),
-            "transformer_blocks.*.ff": ("hidden_states",),
-            "transformer_blocks.*.ff_context": ("hidden_states",),
-            "single_transformer_blocks.*.norm": (0,),
-        },
-        joined={"single_transformer_blocks.*": "image_rotary_emb"},
-        ends={"transformer_blocks.*.attn": ("to_out.0", "to_add_out")},
-        gathered="proj_out",
+    token_slices=replace(
+        FLUX_SLICES,
         processors=(FluxAttnProcessor,),
-        together=(
-            tuple(f"transformer_blocks.*.attn.{name}" for name in ("to_q", "to_k", "to_v")),
-            tuple(f"transformer_blocks.*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
-            tuple(f"single_transformer_blocks.*.attn.{name}" for name in ("to_q", "to_k", "to_v")),
-        ),
-        alongside={"single_transformer_blocks.*.attn.to_q": "single_transformer_blocks.*.proj_mlp"},
+        besides=("controlnet_block_samples", "controlnet_single_block_samples"),
     ),
 )
 

@@ -1,10 +1,17 @@
 """FLUX.2: dev and klein."""
 
 from diffusers import Flux2Transformer2DModel
+from diffusers.models.transformers.transformer_flux2 import Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor
 
-from .building_blocks import FEW_INPUTS, FEW_OUTPUTS, JOINT_ATTENTION, ONE_ROW
+from .building_blocks import (
+    DOUBLE_STREAM_TOGETHER,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    JOINT_ATTENTION,
+    ONE_ROW,
+)
 from .context_plan import ContextParallelPlan, Refused
-from .plan import TensorParallelPlan, at
+from .plan import TensorParallelPlan, TokenSlicePlan, at
 
 
 # Gates and values in one projection.
@@ -36,6 +43,22 @@ TENSOR_PARALLEL_PLANS = {
             "proj_out": FEW_OUTPUTS,
         },
         embedding="time_guidance_embed",
+        token_slices=TokenSlicePlan(
+            streams=("encoder_hidden_states", "hidden_states"),
+            not_with={"joint_attention_kwargs": bool, "kv_cache_mode": bool},
+            whole={
+                "transformer_blocks.*.attn": ("hidden_states", "encoder_hidden_states"),
+                "transformer_blocks.*.ff": ("x",),
+                "transformer_blocks.*.ff_context": ("x",),
+                "single_transformer_blocks.*.attn": ("hidden_states",),
+            },
+            sliced_again=("context_embedder",),
+            joined={"single_transformer_blocks.*": "image_rotary_emb"},
+            ends={"transformer_blocks.*.attn": ("to_out.0", "to_add_out")},
+            gathered="proj_out",
+            processors=(Flux2AttnProcessor, Flux2ParallelSelfAttnProcessor),
+            together=DOUBLE_STREAM_TOGETHER,
+        ),
     )
 }
 

@@ -1,5 +1,9 @@
 """Ovis-Image."""
 
+from dataclasses import replace
+
+from diffusers.models.transformers.transformer_ovis_image import OvisImageAttnProcessor
+
 from .building_blocks import (
     ATTENTION,
     FEW_INPUTS,
@@ -11,6 +15,7 @@ from .building_blocks import (
 )
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
+from .transformer_flux import FLUX_SLICES
 
 
 TENSOR_PARALLEL_PLANS = {
@@ -33,6 +38,7 @@ TENSOR_PARALLEL_PLANS = {
             "proj_out": FEW_OUTPUTS,
         },
         embedding="timestep_embedder",
+        token_slices=replace(FLUX_SLICES, processors=(OvisImageAttnProcessor,)),
     )
 }
 

@@ -1,10 +1,11 @@
 """Wan 2.1 and 2.2: text to video, image to video, and 5B (a timestep for each token)."""
 
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from .building_blocks import ATTENTION_OVER_ALL_HEADS, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS
+from .building_blocks import ATTENTION_OVER_ALL_HEADS, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, QUERY_KEY_VALUE
 from .context_plan import ContextParallelPlan
-from .plan import TensorParallelPlan, at
+from .plan import TensorParallelPlan, TokenSlicePlan, at
 
 
 # With the image's keys and values, of image to video with Wan 2.1.
@@ -29,7 +30,18 @@ WAN = {
     "proj_out": FEW_OUTPUTS,
 }
 
-TENSOR_PARALLEL_PLANS = {"WanTransformer3DModel": TensorParallelPlan(WAN)}
+# Text and image conditions stay whole. In 5B each token has a timestep of its own.
+WAN_SLICES = TokenSlicePlan(
+    streams=("hidden_states",),
+    sliced="blocks.0",
+    not_with={"timestep": lambda timestep: timestep.ndim > 1},
+    whole={f"blocks.*.{name}": ("hidden_states",) for name in ("attn1", "attn2", "ffn")},
+    gathered="proj_out",
+    processors=(WanAttnProcessor,),
+    together=(tuple(f"blocks.*.attn1.{name}" for name in QUERY_KEY_VALUE),),
+)
+
+TENSOR_PARALLEL_PLANS = {"WanTransformer3DModel": TensorParallelPlan(WAN, token_slices=WAN_SLICES)}
 
 # diffusers' own plan. Text and image conditions stay whole, and attention to them (attn2) needs no communication.
 WAN_SPLIT = WanTransformer3DModel._cp_plan

@@ -14,10 +14,12 @@ class BriaTransformerTesterConfig(LongCatImageTransformerTesterConfig):
     model_class = BriaTransformer2DModel
 
     def get_dummy_inputs(self, batch_size=1):
+        inputs = super().get_dummy_inputs(batch_size)
+        tokens = inputs["hidden_states"].shape[1]
         return {
-            **super().get_dummy_inputs(batch_size),
+            **inputs,
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],
-            "controlnet_block_samples": [randn(batch_size, 35, 40, seed=seed) for seed in (3, 4)],
+            "controlnet_block_samples": [randn(batch_size, tokens, 40, seed=seed) for seed in (3, 4)],
         }
 
 

@@ -21,6 +21,7 @@ except ImportError:
 
 class Flux2TransformerTesterConfig(BaseModelTesterConfig):
     model_class = Flux2Transformer2DModel
+    sizes = 5, 7, 11  # height, width, text
     repeated_block_count = 2
 
     def get_init_dict(self):
@@ -36,7 +37,7 @@ class Flux2TransformerTesterConfig(BaseModelTesterConfig):
         }
 
     def get_dummy_inputs(self, batch_size=1):
-        height, width, text = 5, 7, 11
+        height, width, text = self.sizes
         image_ids = torch.zeros(height, width, 4)
         image_ids[..., 1] += torch.arange(height)[:, None]
         image_ids[..., 2] += torch.arange(width)[None]

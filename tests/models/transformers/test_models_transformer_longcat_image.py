@@ -9,6 +9,7 @@ from ..testing_utils.plans import PlanTesterMixin
 
 class LongCatImageTransformerTesterConfig(BaseModelTesterConfig):
     model_class = LongCatImageTransformer2DModel
+    sizes = 5, 7, 11  # height, width, text
 
     def get_init_dict(self):
         return {
@@ -22,7 +23,7 @@ class LongCatImageTransformerTesterConfig(BaseModelTesterConfig):
         }
 
     def get_dummy_inputs(self, batch_size=1):
-        height, width, text = 5, 7, 11
+        height, width, text = self.sizes
         image_ids = torch.zeros(height, width, 3)
         image_ids[..., 1] += torch.arange(height)[:, None]
         image_ids[..., 2] += torch.arange(width)[None]

@@ -14,6 +14,7 @@ class WanTransformerTesterConfig(BaseModelTesterConfig):
     """Text to video."""
 
     model_class = WanTransformer3DModel
+    sizes = 3, 6, 10  # frames, height, width of latents: 45 tokens
     repeated_block_count = 1
 
     def get_init_dict(self):
@@ -34,7 +35,7 @@ class WanTransformerTesterConfig(BaseModelTesterConfig):
 
     def get_dummy_inputs(self, batch_size=1):
         return {
-            "hidden_states": randn(batch_size, 4, 3, 6, 10, seed=1),  # 45 tokens
+            "hidden_states": randn(batch_size, 4, *self.sizes, seed=1),
             "encoder_hidden_states": randn(batch_size, 11, 16, seed=2),
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],
         }
@@ -60,8 +61,9 @@ class WanTI2VTransformerTesterConfig(WanTransformerTesterConfig):
     """Wan 2.2 5B: a timestep for each token."""
 
     def get_dummy_inputs(self, batch_size=1):
-        timestep = torch.full((batch_size, 45), 500.0)
-        timestep[:, :15] = 0
+        frames, height, width = self.sizes
+        timestep = torch.full((batch_size, frames * height * width // 4), 500.0)
+        timestep[:, : height * width // 4] = 0
         return {**super().get_dummy_inputs(batch_size), "timestep": timestep}
 
 
