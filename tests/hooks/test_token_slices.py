@@ -33,10 +33,13 @@ from ..distributed.test_peer_memory import Even, Replayed, mapped_memory
 from ..models.testing_utils.common import BaseModelTesterConfig, randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_bria import BriaTransformerTesterConfig
+from ..models.transformers.test_models_transformer_chronoedit import ChronoEditTransformerTesterConfig
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_flux2 import Flux2TransformerTesterConfig
 from ..models.transformers.test_models_transformer_longcat_image import LongCatImageTransformerTesterConfig
+from ..models.transformers.test_models_transformer_ltx import LTXVideoTransformerTesterConfig
 from ..models.transformers.test_models_transformer_ovis_image import OvisImageTransformerTesterConfig
+from ..models.transformers.test_models_transformer_skyreels_v2 import SkyReelsV2TransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import (
     WanImageToVideoTransformerTesterConfig,
     WanTI2VTransformerTesterConfig,
@@ -320,14 +323,18 @@ class TestTokenSlices(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("text to video", WanTransformerTesterConfig, {"tp": 4}, (), 1, 2),
-            ("of two items", WanTransformerTesterConfig, {"tp": 2}, (), 2, 2),
-            ("two by two", WanTransformerTesterConfig, {"tp": 2, "ulysses": 2}, (), 1, 2),
-            ("compiled before it is a graph", WanTransformerTesterConfig, {"tp": 2}, ("compiled before",), 1, 2),
-            ("image to video, compiled", WanImageToVideoTransformerTesterConfig, {"tp": 2}, ("compiled",), 1, 4),
+            ("wan", WanTransformerTesterConfig, {"tp": 4}, (), 1, 2),
+            ("wan, of two items", WanTransformerTesterConfig, {"tp": 2}, (), 2, 2),
+            ("wan, two by two", WanTransformerTesterConfig, {"tp": 2, "ulysses": 2}, (), 1, 2),
+            ("wan, compiled before it is a graph", WanTransformerTesterConfig, {"tp": 2}, ("compiled before",), 1, 2),
+            ("wan, image to video, compiled", WanImageToVideoTransformerTesterConfig, {"tp": 2}, ("compiled",), 1, 4),
+            ("chronoedit", ChronoEditTransformerTesterConfig, {"tp": 2}, (), 1, 4),
+            ("skyreels, two by two", SkyReelsV2TransformerTesterConfig, {"tp": 2, "ulysses": 2}, (), 2, 4),
+            ("ltx", LTXVideoTransformerTesterConfig, {"tp": 4}, (), 2, 2),
+            ("ltx, by a ring of two", LTXVideoTransformerTesterConfig, {"tp": 2, "ring": 2}, (), 1, 2),
         ]
     )
-    def test_wan(self, name, config_class, degrees, how, batch, conditions):
+    def test_models_with_cross_attention(self, name, config_class, degrees, how, batch, conditions):
         # In each of two blocks self-attention, cross-attention and an MLP; and products of conditions.
         wanted = {"gather_slices": 2 * 3, "multiply": 2 * (3 + conditions), "multiply_and_scatter": 2 * 3}
         self.check(config_class, (2, 6, 8), degrees, how, batch, wanted)

@@ -1,5 +1,7 @@
 """The rules for the modules that diffusers' transformers share; a family's plan is composed of them with `at`."""
 
+from torch import Tensor
+
 from .plan import at
 
 
@@ -70,6 +72,12 @@ DOUBLE_STREAM_TOGETHER = (
     tuple(f"transformer_blocks.*.attn.{name}" for name in QUERY_KEY_VALUE),
     tuple(f"transformer_blocks.*.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
 )
+
+
+def has_more_dims(timestep: Tensor) -> bool:
+    """Whether it is not of each item, but of each token or frame."""
+    return timestep.ndim > 1
+
 
 # Why modules are left whole.
 FEW_INPUTS = "replicate:few input channels; every rank needs the output"

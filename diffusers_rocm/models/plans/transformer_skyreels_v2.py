@@ -1,9 +1,13 @@
 """SkyReels V2: text and image to video, and diffusion forcing (a timestep for each frame)."""
 
+from dataclasses import replace
+
+from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
+
 from .building_blocks import FEED_FORWARD
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
-from .transformer_wan import WAN, WAN_SPLIT
+from .transformer_wan import WAN, WAN_SLICES, WAN_SPLIT
 
 
 TENSOR_PARALLEL_PLANS = {
@@ -12,7 +16,8 @@ TENSOR_PARALLEL_PLANS = {
             **WAN,
             **at("fps_projection", FEED_FORWARD, optional=True),
             "fps_embedding?": "replicate:two rows",
-        }
+        },
+        token_slices=replace(WAN_SLICES, processors=(SkyReelsV2AttnProcessor,), gathered="norm_out"),
     )
 }
 

@@ -3,7 +3,14 @@
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from .building_blocks import ATTENTION_OVER_ALL_HEADS, FEED_FORWARD, FEW_INPUTS, FEW_OUTPUTS, QUERY_KEY_VALUE
+from .building_blocks import (
+    ATTENTION_OVER_ALL_HEADS,
+    FEED_FORWARD,
+    FEW_INPUTS,
+    FEW_OUTPUTS,
+    QUERY_KEY_VALUE,
+    has_more_dims,
+)
 from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan, TokenSlicePlan, at
 
@@ -30,11 +37,11 @@ WAN = {
     "proj_out": FEW_OUTPUTS,
 }
 
-# Text and image conditions stay whole. In 5B each token has a timestep of its own.
+# Text and image conditions stay whole. In 5B each token has a timestep, which would have to go with it.
 WAN_SLICES = TokenSlicePlan(
     streams=("hidden_states",),
     sliced="blocks.0",
-    not_with={"timestep": lambda timestep: timestep.ndim > 1},
+    not_with={"timestep": has_more_dims},
     whole={f"blocks.*.{name}": ("hidden_states",) for name in ("attn1", "attn2", "ffn")},
     gathered="proj_out",
     processors=(WanAttnProcessor,),

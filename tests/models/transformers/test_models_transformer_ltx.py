@@ -12,6 +12,7 @@ class LTXVideoTransformerTesterConfig(BaseModelTesterConfig):
     """With a mask for the text, which diffusers' context parallelism cannot take."""
 
     model_class = LTXVideoTransformer3DModel
+    sizes = 3, 3, 5  # frames, height, width
     repeated_block_count = 1
 
     def get_init_dict(self):
@@ -28,14 +29,15 @@ class LTXVideoTransformerTesterConfig(BaseModelTesterConfig):
     def get_dummy_inputs(self, batch_size=1):
         mask = torch.ones(batch_size, 11, dtype=torch.long)
         mask[0, 4:] = 0
+        frames, height, width = self.sizes
         return {
-            "hidden_states": randn(batch_size, 3 * 3 * 5, 8, seed=1),
+            "hidden_states": randn(batch_size, frames * height * width, 8, seed=1),
             "encoder_hidden_states": randn(batch_size, 11, 16, seed=2),
             "encoder_attention_mask": mask,
             "timestep": torch.tensor([500.0, 250.0])[:batch_size],
-            "num_frames": 3,
-            "height": 3,
-            "width": 5,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
             "rope_interpolation_scale": (0.5, 32, 32),
         }
 
