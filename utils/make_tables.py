@@ -396,7 +396,8 @@ TABLES = {
     "aims_4xh200": lambda: aims("4xh200"),
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
     "kernels_slices": lambda: kernels(
-        *(f"kernels_{how}_{model}_2xh200" for model in ("wan", "flux2") for how in ("slices", "sums"))
+        "kernels_slices_4xh200",
+        *(f"kernels_{how}_{model}_2xh200" for model in ("wan", "flux2") for how in ("slices", "sums")),
     ),
     "step_qwen_image": lambda: steps("step_qwen_image_2xh100", ("compile",)),
     "loading": lambda: loading("load_bf16_cpu"),
