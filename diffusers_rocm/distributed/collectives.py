@@ -309,6 +309,11 @@ def all_gather_int64(row: torch.Tensor, axis: Axis) -> torch.Tensor:
     return all_gather_stacked(row.to(axis.device), axis).cpu()
 
 
+def on_all_ranks(own: bool, axis: Axis) -> bool:
+    """Whether it is so on all ranks of the axis, who all ask."""
+    return bool(all_gather_int64(torch.tensor([own]), axis).min())
+
+
 def all_gather_text(text: str, axis: Axis) -> list[str]:
     """`text`, which may differ in length, of every rank."""
     data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=axis.device)

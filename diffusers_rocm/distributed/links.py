@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .axis import Axis
-from .collectives import all_gather_int64, all_gather_text
+from .collectives import all_gather_int64, all_gather_text, on_all_ranks
 from .peer_memory import can_fetch
 
 
@@ -72,16 +72,11 @@ def reaches_memory(axis: Axis) -> bool:
     others = set(devices) - {axis.device.index}
     own = len(set(hosts)) == 1 and len(others) == axis.size - 1
     own = own and all(torch.cuda.can_device_access_peer(axis.device, other) for other in others)
-    on_all = functools.partial(_all, axis=axis)
+    on_all = functools.partial(on_all_ranks, axis=axis)
     reached = on_all(own) and can_fetch(axis.group, axis.device, on_all)
     how = "by copies out of each other's memory" if reached else "by the process group"
     logger.info(f"messages of {axis.size} ranks ({axis.name}) go {how} where a step is a graph")
     return reached
-
-
-def _all(own: bool, axis: Axis) -> bool:
-    """Whether it is so on all ranks of the axis."""
-    return bool(all_gather_int64(torch.tensor([own]), axis).min())
 
 
 def fewest_multiprocessors(axis: Axis) -> int | None:

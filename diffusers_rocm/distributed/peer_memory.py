@@ -63,12 +63,18 @@ _call: _Call | None = None
 # How many tensors this process has shared.
 _shared = 0
 
+
+def version_of(file: str) -> str:
+    """Of operations that a file lowers: compiled code is kept on disk, and must not be that of another version."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8]
+
+
+_VERSION = version_of(__file__)
+
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
 _library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Device device) -> Tensor")
 # By its name the compiler estimates how long it takes.
 _library.define("fetch_all_to_all(Tensor place, int world, str group) -> Tensor")
-# Code that was compiled by this file is kept on disk, and is not that of another version.
-_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 _library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group, str version) -> Tensor")
 _ours = torch.ops.diffusers_rocm
 

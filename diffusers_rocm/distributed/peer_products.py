@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .axis import Axis
 from .beside import copy_beside
 from .parts import sum_parts
-from .peer_memory import meet, slices_on_their_way, take_place
+from .peer_memory import meet, slices_on_their_way, take_place, version_of
 
 
 # Fewer rows of a rank are not worth parts: products of so few would be slower than the message that they hide, which
@@ -49,15 +49,17 @@ class _Slices:
 
 
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
-_library.define("gather_slices(Tensor[] slices, int world, str group, bool at_once) -> Tensor[]")
+_VERSION = version_of(__file__)
+_library.define("gather_slices(Tensor[] slices, int world, str group, bool at_once, str version) -> Tensor[]")
 _library.define("multiply(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _library.define(
-    "multiply_and_scatter(Tensor[] tensors, Tensor[] weights, Tensor?[] biases, int world, str group) -> Tensor[]"
+    "multiply_and_scatter("
+    "Tensor[] tensors, Tensor[] weights, Tensor?[] biases, int world, str group, str version) -> Tensor[]"
 )
 _ours = torch.ops.diffusers_rocm
 
 
-def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool) -> list[Tensor]:
+def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool, version: str) -> list[Tensor]:
     on_their_way, device = slices_on_their_way(), slices[0].device
     memory = take_place(sum(x.nbytes for x in slices), device, group)
     process_group = dist.distributed_c10d._resolve_process_group(group)
@@ -142,7 +144,12 @@ def _multiply_into(output: Tensor, x: Tensor, weight: Tensor, added: Tensor | No
 
 
 def _multiply_and_scatter(
-    tensors: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], world: int, group: str
+    tensors: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    world: int,
+    group: str,
+    version: str,
 ) -> list[Tensor]:
     """What a bias is added to is each row [out], or it is one of each row [rows, out] (`overlap.SplitProducts`)."""
     first = tensors[0]
@@ -195,7 +202,7 @@ for _device in ("CUDA", "CPU"):
 
 
 @torch.library.register_fake("diffusers_rocm::gather_slices", lib=_library)
-def _(slices, world, group, at_once):
+def _(slices, world, group, at_once, version):
     return [x.new_empty(world * x.shape[0], *x.shape[1:]) for x in slices]
 
 
@@ -205,7 +212,7 @@ def _(x, weights, biases):
 
 
 @torch.library.register_fake("diffusers_rocm::multiply_and_scatter", lib=_library)
-def _(tensors, weights, biases, world, group):
+def _(tensors, weights, biases, world, group, version):
     return [x.new_empty(x.shape[0] // world, weight.shape[0]) for x, weight in zip(tensors, weights, strict=True)]
 
 
@@ -243,7 +250,7 @@ def gather_slices(slices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     batch = slices[0].shape[0]
     # Several items are put in order, which reads them.
     every = _ours.gather_slices(
-        [x.flatten(0, 1) for x in slices], axis.size, axis.group.group_name, at_once=batch != 1
+        [x.flatten(0, 1) for x in slices], axis.size, axis.group.group_name, at_once=batch != 1, version=_VERSION
     )
     return [_items_first(x, batch, axis.size) for x in every]
 
@@ -262,7 +269,7 @@ def multiply_and_scatter(tensors: Sequence[Tensor], linears: Sequence[nn.Linear]
         for x in tensors
     ]
     weights, biases = [each.weight for each in linears], [each.bias for each in linears]
-    sums = _ours.multiply_and_scatter(ranks_first, weights, biases, axis.size, axis.group.group_name)
+    sums = _ours.multiply_and_scatter(ranks_first, weights, biases, axis.size, axis.group.group_name, _VERSION)
     return [x.unflatten(0, (batch, -1)) for x in sums]
 
 

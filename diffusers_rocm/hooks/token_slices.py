@@ -7,6 +7,7 @@ sum it keeps its slice: as many bytes as a sum, in two messages, which pay where
 """
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather
+from ..distributed.collectives import all_gather, on_all_ranks
 from ..distributed.compression import EXACT
 from ..distributed.links import links_are_slow, reaches_memory
 from ..distributed.mesh import Axes
@@ -25,6 +26,8 @@ from . import tensor_parallel_layers as layers
 from .sequence_split import SequenceSplit
 from .tensor_parallel import base_layer
 
+
+logger = logging.getLogger(__name__)
 
 _SHARDED = layers.ColumnParallelLinear, layers.RowParallelLinear
 
@@ -57,6 +60,7 @@ class TokenSlices:
         self.axis: Axis = axes.tp
         self.active = False
         self._fits = self._may = False  # of the model, and of this call of it
+        self._said = ""
         self._lengths: list[int] = []  # of each stream, on this rank of the context, in this forward
         self._handles: list[Any] = []
 
@@ -76,6 +80,8 @@ class TokenSlices:
     def look(self) -> None:
         """Before a call that is captured, or like one that will be: whether the model is such that slices are right.
 
+        All ranks ask, and tokens are in slices on all or on none.
+
         Adapters add what is of all tokens, caches look at a rank's own and might decide otherwise than those of other
         ranks, others' hooks and processors may read what is on its way, and what is rounded, or cast for its layer,
         cannot be multiplied in parts.
@@ -84,14 +90,13 @@ class TokenSlices:
             return
         modules = list(self._model.modules())
         linears = [each for each in modules if isinstance(each, _SHARDED)]
-        self._fits = (
-            not any(map(_adds_to_it, modules))
-            and not any(_is_watched(module) for module in modules if module is not self._model)
-            and all(type(each.processor) in self._plan.processors for each in modules if hasattr(each, "processor"))
-            and all(type(each) in _SHARDED and is_plain(each.weight) for each in linears)
-            and len({each.weight.dtype for each in linears}) == 1
-            and linears[0].weight.dtype.itemsize > 1
-        )
+        obstacles = self._obstacles(modules, linears)
+        self._fits = on_all_ranks(not obstacles, self.axis)
+        why = ", ".join(obstacles) or "what another rank has"
+        how = "in slices" if self._fits else f"not in slices, for {why}"
+        if how != self._said:
+            logger.info(f"tokens of a {type(self._model).__name__} of {self.axis.size} ranks (tp) are {how}")
+            self._said = how
         fused = any(getattr(module, "fused_projections", False) for module in modules)
         together: dict[nn.Linear, tuple[nn.Linear, ...]] = {}
         for paths in () if fused else self._plan.together:
@@ -108,6 +113,22 @@ class TokenSlices:
             linear.slices = self
             if getattr(linear, "together", ()) != together.get(linear, ()):
                 linear.together = together.get(linear, ())
+
+    def _obstacles(self, modules: list[nn.Module], linears: list[nn.Linear]) -> list[str]:
+        """Why tokens cannot be in slices, as far as this rank knows."""
+        found = {
+            "adapters, caches or offloading": any(map(_adds_to_it, modules)),
+            "hooks of others": any(_is_watched(module) for module in modules if module is not self._model),
+            "attention processors of others": not all(
+                type(each.processor) in self._plan.processors for each in modules if hasattr(each, "processor")
+            ),
+            "weights that are not plain": not all(
+                type(each) in _SHARDED and is_plain(each.weight) for each in linears
+            ),
+            "weights of several dtypes": len({each.weight.dtype for each in linears}) != 1,
+            "weights of 8 bits": any(each.weight.dtype.itemsize == 1 for each in linears),
+        }
+        return [name for name, is_so in found.items() if is_so]
 
     def _hang(self) -> None:
         model, plan = self._model, self._plan

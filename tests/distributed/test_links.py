@@ -93,7 +93,8 @@ class TestLinks(unittest.TestCase):
             axis = replace(Axis.single("ulysses"), size=2, device=torch.device("cuda", 0))
             found = {
                 "all_gather_text": lambda text, axis: list(hosts),
-                "all_gather_int64": lambda own, axis: torch.tensor([[each] for each in devices]) if not own else own,
+                "all_gather_int64": lambda own, axis: torch.tensor([[each] for each in devices]),
+                "on_all_ranks": lambda own, axis: own,
                 "can_fetch": lambda *_: trial,
             }
             with mock.patch.multiple(links, **found), mock.patch.object(torch.version, "hip", hip):

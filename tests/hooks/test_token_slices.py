@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from diffusers import FirstBlockCacheConfig
 from parameterized import parameterized
 from peft import LoraConfig
@@ -113,6 +114,11 @@ def model_worker(
     return max(map(relative_l2, outputs, [*wanted, wanted[0], wanted[0]])), found, left
 
 
+def _watch_on_one(model: nn.Module) -> None:
+    if dist.get_rank() == 0:
+        model.transformer_blocks[0].register_forward_hook(lambda *_: None)
+
+
 def _with_adapter(model: nn.Module) -> None:
     model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
 
@@ -143,6 +149,7 @@ def whole_worker(folder: str) -> dict[str, tuple[float, int]]:
     with reached(folder, 1):
         both("even", Even(), lambda model: None)
         both("odd", FluxTransformerTesterConfig(), lambda model: None)
+        both("hooks of one rank", Even(), _watch_on_one)
         both("adapter", Even(), _with_adapter)
         both("autocast", Even(), lambda model: None)
         both("arguments of attention", Even(), lambda model: None, {"joint_attention_kwargs": {"scale": 0.5}})

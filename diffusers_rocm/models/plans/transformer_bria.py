@@ -26,7 +26,7 @@ TENSOR_PARALLEL_PLANS = {
             FLUX_SLICES,
             processors=(BriaAttnProcessor,),
             besides=("controlnet_block_samples",),
-            not_with={"controlnet_single_block_samples": bool},
+            not_with={"attention_kwargs": bool, "controlnet_single_block_samples": bool},
         ),
     )
 }
