@@ -162,7 +162,7 @@ class TokenSlices:
             for module in self._model.modules():
                 for name in ("slices", "together", "made", "later", "ends"):
                     vars(module).pop(name, None)
-        self._handles, self.active = [], False
+        self._handles, self.active, self._may = [], False, False
 
     def _start(self, names: tuple[str, ...]) -> Callable:
         """A hook of the model, with these arguments, that asks whether its tokens may be in slices in this call."""
@@ -266,7 +266,7 @@ class TokenSlices:
         return (*multiply_and_scatter(outputs[:count], module.ends, self.axis), *outputs[count:])
 
     def _over(self, model: nn.Module, args: tuple, output: Any) -> None:
-        self.active = False
+        self.active = self._may = False
 
     def scatter(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """A row product: its sum over the ranks, of which this one has its slice."""
