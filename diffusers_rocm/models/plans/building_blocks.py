@@ -1,8 +1,6 @@
 """The rules for the modules that diffusers' transformers share; a family's plan is composed of them with `at`."""
 
-from torch import Tensor
-
-from .plan import at
+from .plan import TokenSlicePlan, at
 
 
 # Attention with separate projections (`Attention`, `FluxAttention`, ...), its heads dealt to the ranks. The fused
@@ -74,9 +72,20 @@ DOUBLE_STREAM_TOGETHER = (
 )
 
 
-def has_more_dims(timestep: Tensor) -> bool:
-    """Whether it is not of each item, but of each token or frame."""
-    return timestep.ndim > 1
+def cross_attention_slices(blocks: str, mlp: str, processor: type, gathered: str = "proj_out") -> TokenSlicePlan:
+    """Of blocks of one stream: attention (`attn1`), attention to conditions, which stay whole (`attn2`), and an MLP.
+
+    Not where each token or frame has a timestep, which would have to go with it.
+    """
+    return TokenSlicePlan(
+        streams=("hidden_states",),
+        sliced=f"{blocks}.0",
+        not_with={"timestep": lambda timestep: timestep.ndim > 1},
+        whole={f"{blocks}.*.{name}": ("hidden_states",) for name in ("attn1", "attn2", mlp)},
+        gathered=gathered,
+        processors=(processor,),
+        together=(tuple(f"{blocks}.*.attn1.{name}" for name in QUERY_KEY_VALUE),),
+    )
 
 
 # Why modules are left whole.

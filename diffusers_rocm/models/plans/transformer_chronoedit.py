@@ -1,17 +1,16 @@
 """ChronoEdit."""
 
-from dataclasses import replace
-
 from diffusers.models.transformers.transformer_chronoedit import WanAttnProcessor
 
+from .building_blocks import cross_attention_slices
 from .context_plan import ContextParallelPlan
 from .plan import TensorParallelPlan
-from .transformer_wan import WAN, WAN_SLICES, WAN_SPLIT
+from .transformer_wan import WAN, WAN_SPLIT
 
 
 TENSOR_PARALLEL_PLANS = {
     "ChronoEditTransformer3DModel": TensorParallelPlan(
-        WAN, token_slices=replace(WAN_SLICES, processors=(WanAttnProcessor,))
+        WAN, token_slices=cross_attention_slices("blocks", "ffn", WanAttnProcessor)
     )
 }
 

@@ -7,11 +7,10 @@ from .building_blocks import (
     FEED_FORWARD,
     FEW_INPUTS,
     FEW_OUTPUTS,
-    QUERY_KEY_VALUE,
-    has_more_dims,
+    cross_attention_slices,
 )
 from .context_plan import ContextParallelPlan, gather, split
-from .plan import TensorParallelPlan, TokenSlicePlan, at
+from .plan import TensorParallelPlan, at
 
 
 TENSOR_PARALLEL_PLANS = {
@@ -26,15 +25,7 @@ TENSOR_PARALLEL_PLANS = {
             "caption_projection": "replicate:two small Linears; every rank needs the output",
             "time_embed": "replicate:2% of the weights; its output is whole, for each token in image to video",
         },
-        token_slices=TokenSlicePlan(
-            streams=("hidden_states",),
-            sliced="transformer_blocks.0",
-            not_with={"timestep": has_more_dims},
-            whole={f"transformer_blocks.*.{name}": ("hidden_states",) for name in ("attn1", "attn2", "ff")},
-            gathered="proj_out",
-            processors=(LTXVideoAttnProcessor,),
-            together=(tuple(f"transformer_blocks.*.attn1.{name}" for name in QUERY_KEY_VALUE),),
-        ),
+        token_slices=cross_attention_slices("transformer_blocks", "ff", LTXVideoAttnProcessor),
     )
 }
 

@@ -1,13 +1,11 @@
 """SkyReels V2: text and image to video, and diffusion forcing (a timestep for each frame)."""
 
-from dataclasses import replace
-
 from diffusers.models.transformers.transformer_skyreels_v2 import SkyReelsV2AttnProcessor
 
-from .building_blocks import FEED_FORWARD
+from .building_blocks import FEED_FORWARD, cross_attention_slices
 from .context_plan import ContextParallelPlan, gather, split
 from .plan import TensorParallelPlan, at
-from .transformer_wan import WAN, WAN_SLICES, WAN_SPLIT
+from .transformer_wan import WAN, WAN_SPLIT
 
 
 TENSOR_PARALLEL_PLANS = {
@@ -17,7 +15,7 @@ TENSOR_PARALLEL_PLANS = {
             **at("fps_projection", FEED_FORWARD, optional=True),
             "fps_embedding?": "replicate:two rows",
         },
-        token_slices=replace(WAN_SLICES, processors=(SkyReelsV2AttnProcessor,), gathered="norm_out"),
+        token_slices=cross_attention_slices("blocks", "ffn", SkyReelsV2AttnProcessor, gathered="norm_out"),
     )
 }
 

@@ -8,11 +8,10 @@ from .building_blocks import (
     FEED_FORWARD,
     FEW_INPUTS,
     FEW_OUTPUTS,
-    QUERY_KEY_VALUE,
-    has_more_dims,
+    cross_attention_slices,
 )
 from .context_plan import ContextParallelPlan
-from .plan import TensorParallelPlan, TokenSlicePlan, at
+from .plan import TensorParallelPlan, at
 
 
 # With the image's keys and values, of image to video with Wan 2.1.
@@ -37,18 +36,11 @@ WAN = {
     "proj_out": FEW_OUTPUTS,
 }
 
-# Text and image conditions stay whole. In 5B each token has a timestep, which would have to go with it.
-WAN_SLICES = TokenSlicePlan(
-    streams=("hidden_states",),
-    sliced="blocks.0",
-    not_with={"timestep": has_more_dims},
-    whole={f"blocks.*.{name}": ("hidden_states",) for name in ("attn1", "attn2", "ffn")},
-    gathered="proj_out",
-    processors=(WanAttnProcessor,),
-    together=(tuple(f"blocks.*.attn1.{name}" for name in QUERY_KEY_VALUE),),
-)
-
-TENSOR_PARALLEL_PLANS = {"WanTransformer3DModel": TensorParallelPlan(WAN, token_slices=WAN_SLICES)}
+TENSOR_PARALLEL_PLANS = {
+    "WanTransformer3DModel": TensorParallelPlan(
+        WAN, token_slices=cross_attention_slices("blocks", "ffn", WanAttnProcessor)
+    )
+}
 
 # diffusers' own plan. Text and image conditions stay whole, and attention to them (attn2) needs no communication.
 WAN_SPLIT = WanTransformer3DModel._cp_plan
