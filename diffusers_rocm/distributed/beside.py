@@ -1,6 +1,9 @@
 """What is sent while the rank goes on computing.
 
 Each function here begins a collective and answers another function, which waits for it and answers what came.
+
+A kernel that fills the device keeps a collective out to its own end, if it comes first, and nothing is hidden
+(docs/performance.md). So on an accelerator the computation is held for the moment that the collective needs to begin.
 """
 
 import functools
@@ -11,34 +14,32 @@ import torch
 import torch.distributed as dist
 
 
-# For each device a stream, and a row whose softmax is a kernel of one block, some microseconds long.
-_side: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
+# For each device, a stream of collectives.
+_side: dict[torch.device, torch.Stream] = {}
+
+# For each device, a row whose softmax is a kernel of one block, some microseconds long.
+_rows: dict[torch.device, torch.Tensor] = {}
 
 # For each device, a stream of copies that no kernel makes.
 _copying: dict[torch.device, torch.Stream] = {}
 
 
 def beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Run a collective into `received` beside the computation that follows; a function that waits, and answers it.
-
-    An attention kernel that fills the device first keeps the collective out to its own end, and nothing is hidden
-    (docs/performance.md). So on an accelerator the computation is held for the moment that the collective needs to
-    begin on a stream of ours.
-    """
+    """Run a collective into `received` beside the computation that follows; a function that waits, and answers it."""
     if received.device.type == "cpu":
         finish = collective(async_op=True).wait
     else:
         module = torch.get_device_module(received.device)
         if received.device not in _side:
-            _side[received.device] = module.Stream(received.device), torch.zeros(1, 1 << 14, device=received.device)
-        here, (aside, row) = module.current_stream(received.device), _side[received.device]
+            _side[received.device] = module.Stream(received.device)
+        here, aside = module.current_stream(received.device), _side[received.device]
         aside.wait_stream(here)
         with module.stream(aside):
             begins = aside.record_event()
             collective()
             ends = aside.record_event()
         here.wait_event(begins)
-        row.softmax(-1)
+        _hold(received.device)
         finish = functools.partial(_wait_for, ends, received.device)
 
     def wait() -> torch.Tensor:
@@ -48,6 +49,12 @@ def beside(collective: Callable[..., Any], received: torch.Tensor) -> Callable[[
         return received
 
     return wait
+
+
+def _hold(device: torch.device) -> None:
+    if device not in _rows:
+        _rows[device] = torch.zeros(1, 1 << 14, device=device)
+    _rows[device].softmax(-1)
 
 
 def copy_beside(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Callable[[], None]:
@@ -108,3 +115,75 @@ def begin_exchange(
     """
     received = x.new_empty(sum(receive))
     return beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
+
+
+# In compiled code a collective begins and ends as torch's functional ones do, which the compiler moves apart.
+
+_library = torch.library.Library("diffusers_rocm", "FRAGMENT")
+_library.define("begin_all_to_all(Tensor x, SymInt[] receive, SymInt[] send, str group) -> Tensor")
+_library.define("begin_all_gather(Tensor x, int world, str group) -> Tensor")
+_ours, _functional = torch.ops.diffusers_rocm, torch.ops._c10d_functional
+
+
+def _all_to_all(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> torch.Tensor:
+    return _held(_functional.all_to_all_single(x, receive, send, group))
+
+
+def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    return _held(_functional.all_gather_into_tensor(x, world, group))
+
+
+def _held(coming: torch.Tensor) -> torch.Tensor:
+    if coming.device.type != "cpu":
+        _hold(coming.device)
+    return coming
+
+
+for _device in ("CUDA", "CPU"):
+    _library.impl("begin_all_to_all", _all_to_all, _device)
+    _library.impl("begin_all_gather", _all_gather, _device)
+
+
+@torch.library.register_fake("diffusers_rocm::begin_all_to_all", lib=_library)
+def _(x, receive, send, group):
+    _teach_compiler()
+    return x.new_empty(sum(receive))
+
+
+@torch.library.register_fake("diffusers_rocm::begin_all_gather", lib=_library)
+def _(x, world, group):
+    _teach_compiler()
+    return x.new_empty(world * x.shape[0], *x.shape[1:])
+
+
+@functools.cache
+def _teach_compiler() -> None:
+    """What is sent is nobody else's memory until it has been waited for."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    def teach(operation: torch._ops.OpOverload) -> None:
+        @register_lowering(operation, type_promotion_kind=None)
+        def lower(x: ir.TensorBox, *args: Any) -> ir.TensorBox:
+            return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operation, x, *args))
+
+    teach(_ours.begin_all_to_all.default)
+    teach(_ours.begin_all_gather.default)
+
+
+def begin_compiled_exchange(
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
+    """`begin_exchange` in compiled code, which waits where what came is read."""
+    coming = _ours.begin_all_to_all(x, list(receive), list(send), group.group_name)
+    return functools.partial(_functional.wait_tensor, coming)
+
+
+def begin_compiled_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin, in compiled code, to gather `x` [n, ...] of all ranks of a group.
+
+    Returns:
+        A function that waits, and answers [ranks x n, ...].
+    """
+    coming = _ours.begin_all_gather(x, group.size(), group.group_name)
+    return functools.partial(_functional.wait_tensor, coming)

@@ -4,7 +4,7 @@ Eager code calls `torch.distributed` in place: no wrapper tensor, no extra copy.
 collectives are called, which the compiler traces and schedules without a graph break.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from .axis import Axis
+from .beside import begin_compiled_exchange, begin_compiled_gather
 from .compression import (
     EXACT,
     GROUP,
@@ -62,6 +63,8 @@ def all_gather_stacked(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`x` [...] of every rank, of one shape on all: [axis.size, ...]."""
     x = x.contiguous()[None]
     if torch.compiler.is_compiling():
+        if axis.slow_links:
+            return begin_compiled_gather(x, axis.group)()
         return funcol.all_gather_tensor(x, 0, axis.group)
     stacked = x.new_empty((axis.size, *x.shape[1:]))
     _all_gather(stacked, x, group=axis.group)
@@ -89,23 +92,28 @@ def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) 
     return decompress_parts(records, counts, x.dtype).view(-1, *x.shape[1:])
 
 
-def _exchange_compressed(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    sizes = (tuple(map(compressed_size, counts)) for counts in (send, receive))
-    return decompress_parts(_exchange(compress_parts(x, send), *sizes, axis), receive, x.dtype)
+def _start_exchange(
+    x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
+) -> Callable[[], torch.Tensor]:
+    """`start_exchange`, exact, by the process group.
 
-
-def _exchange(x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    """`exchange_in_group`; between two GPUs over slow links a gather, by which as many bytes go in less time.
-
-    Gloo's gather takes twice as long.
+    Between two GPUs over slow links by a gather, by which as many bytes go in less time. Gloo's takes twice as long.
     """
-    other = 1 - axis.rank
-    gathers = axis.size == 2 and axis.slow_links and axis.device.type != "cpu"
-    if not gathers or send[other] != receive[other]:
-        return exchange_in_group(x, send, receive, axis.group)
-    parts = list(x.split(send))
-    parts[other] = all_gather_stacked(parts[other], axis)[other]
-    return torch.cat(parts)
+    compiled, own, other = torch.compiler.is_compiling() and axis.slow_links, axis.rank, 1 - axis.rank
+    if axis.size == 2 and axis.slow_links and axis.device.type != "cpu" and send[other] == receive[other]:
+        parts = x.split(send)
+        gathered = begin_compiled_gather(parts[other][None], axis.group) if compiled else None
+        stacked = None if compiled else all_gather_stacked(parts[other], axis)
+
+        def arrive() -> torch.Tensor:
+            of_both = gathered() if compiled else stacked
+            return torch.cat([parts[own] if rank == own else of_both[rank] for rank in range(2)])
+
+        return arrive
+    if compiled:
+        return begin_compiled_exchange(x, send, receive, axis.group)
+    received = exchange_in_group(x, send, receive, axis.group)
+    return lambda: received
 
 
 def exchange_in_group(
@@ -257,16 +265,31 @@ def exchange(
     Returns:
         [sum(receive)], in rank order.
     """
+    return start_exchange(parts, dim, send, receive, axis)()
+
+
+def start_exchange(
+    parts: list[torch.Tensor], dim: int, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
+) -> Callable[[], torch.Tensor]:
+    """Begin to `exchange`; in compiled code over slow links others may begin before it has come.
+
+    Returns:
+        A function that waits, and answers what came.
+    """
     trained = any(map(_needs_grad, parts))
     plain = not trained and axis.communication == EXACT and all(part.dtype == parts[0].dtype for part in parts)
     if axis.peer_memory and plain and all(size == send[0] for size in (*send, *receive)):
-        return exchange_by_copies(parts, dim, axis.size, axis.group)
+        received = exchange_by_copies(parts, dim, axis.size, axis.group)
+        return lambda: received
     x = joined(parts, dim)
     if trained:
-        return _Exchange.apply(x, send, receive, axis)
-    if axis.communication != EXACT:
-        return _exchange_compressed(x, send, receive, axis)
-    return _exchange(x, send, receive, axis)
+        received = _Exchange.apply(x, send, receive, axis)
+        return lambda: received
+    if axis.communication == EXACT:
+        return _start_exchange(x, send, receive, axis)
+    sizes = (tuple(map(compressed_size, counts)) for counts in (send, receive))
+    arrive = _start_exchange(compress_parts(x, send), *sizes, axis)
+    return lambda: decompress_parts(arrive(), receive, x.dtype)
 
 
 def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:

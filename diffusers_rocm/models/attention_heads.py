@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
-from ..distributed.collectives import exchange, exchange_in_group, joined
+from ..distributed.collectives import exchange, exchange_in_group, joined, start_exchange
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
 from ..distributed.links import multiprocessors
 from ..distributed.sharding import Block
@@ -63,6 +63,9 @@ OF_CPU = Busy(16, 64)
 # Of one rank: its query heads, and the key heads that they attend with.
 Share = tuple[slice, slice]
 
+# A tensor [B, S, H, D], and the heads of it that each rank has.
+Cut = tuple[Tensor, tuple[slice, ...]]
+
 
 @torch.compiler.assume_constant_result
 def _busy(device_type: str, count: int | None) -> Busy:
@@ -103,28 +106,32 @@ def _shares(heads: int, key_heads: int, world: int, group: int = 0, groups: int 
     return tuple(shares)
 
 
-def _count(share: Share) -> int:
-    """Heads in the message: of queries, keys and values."""
-    queries, keys = share
-    return queries.stop - queries.start + 2 * (keys.stop - keys.start)
+def _counts(*of: slice) -> list[int]:
+    return [each.stop - each.start for each in of]
 
 
-def _to_each(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> tuple[list[Tensor], int]:
-    """One message for q, k and v, to every rank its heads: the parts of it, and the dim that they are joined along."""
-    world, (queries, keys) = len(shares), shares[0]
-    if q.shape[2] % world == 0 and k.shape[2] % world == 0:  # one copy, not one for each rank
-        by_rank = ((x.unflatten(2, (world, -1)), of) for x, of in ((q, queries), (k, keys), (v, keys)))
+def _cuts(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> list[Cut]:
+    queries, keys = zip(*shares, strict=True)
+    return [(q, queries), (k, keys), (v, keys)]
+
+
+def _to_each(cuts: Sequence[Cut]) -> tuple[list[Tensor], int]:
+    """One message of all cuts, to every rank its heads: the parts of it, and the dim that they are joined along."""
+    world = len(cuts[0][1])
+    if all(x.shape[2] % world == 0 for x, _ in cuts):  # one copy, not one for each rank
+        by_rank = ((x.unflatten(2, (world, -1)), of[0]) for x, of in cuts)
         return [x[:, :, :, of].permute(2, 1, 0, 3, 4) for x, of in by_rank], 3
-    cut = ((q[:, :, queries], k[:, :, keys], v[:, :, keys]) for queries, keys in shares)
-    return [tokens_first(*part).flatten() for part in cut], 0
+    return [tokens_first(*(x[:, :, of[rank]] for x, of in cuts)).flatten() for rank in range(world)], 0
 
 
-def _from_each(received: Tensor, batch: int, size: int, share: Share, each: int) -> tuple[Tensor, ...]:
-    """q, k, v [B, S, heads of this rank, D] of what came, where a key head serves `each` query heads."""
+def _from_each(received: Tensor, batch: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """What came of each cut: [B, S, heads, D], of so many heads each."""
+    return received.view(-1, batch, sum(counts), size).transpose(0, 1).split(list(counts), dim=2)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, share: Share, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a share, as many heads of all, where a key head serves `each` query heads."""
     queries, keys = share
-    parts = received.view(-1, batch, _count(share), size).transpose(0, 1)
-    count = keys.stop - keys.start
-    q, k, v = parts.split([queries.stop - queries.start, count, count], dim=2)
     if each > 1:
         wanted = slice(queries.start - keys.start * each, queries.stop - keys.start * each)
         k, v = (x.repeat_interleave(each, 2)[:, :, wanted] for x in (k, v))
@@ -136,21 +143,36 @@ def scatter_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of this rank with all heads -> tokens of the group, `lengths` by rank, with this rank's heads.
 
+    Compiled, over slow links, values go first, which need no norm and no rotary embedding: they are on their way while
+    queries and keys are made. Over fast links a message costs more than that hides (docs/performance.md).
+
     Raises:
         ValueError: fewer heads than ranks.
     """
-    batch, length, heads, size = q.shape
+    heads, key_heads = q.shape[2], k.shape[2]
     if heads < axis.size:
         raise ValueError(
             f"Ulysses over {axis.size} ranks needs as many heads, and this attention has {heads}; use "
             f"ulysses_degree <= {heads} and a ring for the rest"
         )
-    shares = _shares(heads, k.shape[2], axis.size)
-    own = shares[axis.rank]
-    send = tuple(length * batch * _count(share) * size for share in shares)
-    receive = tuple(each * batch * _count(own) * size for each in lengths)
-    received = exchange(*_to_each(q, k, v, shares), send, receive, axis)
-    return _from_each(received, batch, size, own, heads // k.shape[2])
+    shares = _shares(heads, key_heads, axis.size)
+    cuts = _cuts(q, k, v, shares)
+    if axis.slow_links and torch.compiler.is_compiling():
+        values, others = (_start_to_scatter(each, lengths, axis) for each in (cuts[2:], cuts[:2]))
+        (v,), (q, k) = values(), others()
+    else:
+        q, k, v = _start_to_scatter(cuts, lengths, axis)()
+    return _attended(q, k, v, shares[axis.rank], heads // key_heads)
+
+
+def _start_to_scatter(cuts: Sequence[Cut], lengths: tuple[int, ...], axis: Axis) -> Callable[[], tuple[Tensor, ...]]:
+    """Begin to send each rank its heads; what waits, and answers [B, S, heads, D] of each cut for this rank."""
+    batch, length, _, size = cuts[0][0].shape
+    counts = [_counts(*(of[rank] for _, of in cuts)) for rank in range(axis.size)]
+    send = tuple(length * batch * sum(each) * size for each in counts)
+    receive = tuple(each * batch * sum(counts[axis.rank]) * size for each in lengths)
+    arrive = start_exchange(*_to_each(cuts), send, receive, axis)
+    return lambda: _from_each(arrive(), batch, size, counts[axis.rank])
 
 
 def gather_heads(out: Tensor, heads: int, lengths: tuple[int, ...], axis: Axis) -> Tensor:
@@ -211,9 +233,11 @@ def _in_groups(
 
     def send_group(index: int) -> Callable[[], Tensor]:
         shares = parts[index]
-        outgoing = [length * batch * _count(share) * size for share in shares]
-        incoming = [tokens * batch * _count(shares[rank]) * size for tokens in lengths]
-        return send(joined(*_to_each(q, k, v, shares)), outgoing, incoming, beside=index > 0)
+        cuts = _cuts(q, k, v, shares)
+        counts = [sum(_counts(*(of[each] for _, of in cuts))) for each in range(world)]
+        outgoing = [length * batch * count * size for count in counts]
+        incoming = [tokens * batch * counts[rank] * size for tokens in lengths]
+        return send(joined(*_to_each(cuts)), outgoing, incoming, beside=index > 0)
 
     def send_back(outs: list[Tensor], indices: range, beside: bool) -> tuple[Callable[[], Tensor], list[int]]:
         count = sum(out.shape[2] for out in outs)
@@ -235,7 +259,12 @@ def _in_groups(
             outs = []
         own = slice(share[0].start - first, share[0].stop - first)
         rows = mask if mask is None or mask.shape[1] == 1 else mask[:, own]
-        outs.append(KERNELS[kernel](*_from_each(received, batch, size, share, heads // k.shape[2]), rows, scale)[0])
+        counts = _counts(share[0], share[1], share[1])
+        # No name for queries, keys and values, which would keep this message beyond the next.
+        out, _ = KERNELS[kernel](
+            *_attended(*_from_each(received, batch, size, counts), share, heads // k.shape[2]), rows, scale
+        )
+        outs.append(out)
     received = None
     back.append(send_back(outs, range(groups - 1, groups), beside=False))
     of_each = [[part.view(length, batch, -1, size) for part in arrive().split(incoming)] for arrive, incoming in back]

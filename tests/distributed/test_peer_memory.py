@@ -17,6 +17,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor
 from torch._inductor.comm_analysis import NCCL_COLL, get_collective_type_from_kernel_name
+from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_memory, peer_products
@@ -36,7 +37,7 @@ from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
 
 from ..hooks.test_step_graph import Recorder, steps_of
-from ..models.testing_utils.common import randn
+from ..models.testing_utils.common import BaseModelTesterConfig, randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
@@ -304,11 +305,17 @@ def flux_worker(folder: str, how: str) -> tuple[float, list[list[int]], bool]:
 
 
 @torch.no_grad()
-def gpu_worker(degrees: dict[str, int], compiled: bool) -> tuple[float, dict[str, int], int]:
-    """The largest error of FLUX as a graph, what its replay launches, and bytes held."""
-    config, device = Even(), torch.device("cuda", dist.get_rank())
+def gpu_worker(
+    degrees: dict[str, int],
+    compiled: bool,
+    config_class: type[BaseModelTesterConfig] = Even,
+    sizes: tuple[int, ...] | None = None,
+) -> tuple[float, dict[str, int], int]:
+    """The largest error of a model as a graph, what its replay launches, and bytes held."""
+    config, device = config_class(), torch.device("cuda", dist.get_rank())
+    config.sizes = sizes
     model, inputs = config.get_model().to(device), config.get_inputs(1)
-    steps = [{name: x.to(device) for name, x in each.items()} for each in steps_of(inputs, WARM_UP + 3)]
+    steps = tree_map_only(torch.Tensor, lambda x: x.to(device), steps_of(inputs, WARM_UP + 3))
     wanted = [config.get_output(model, each) for each in steps]
     model.enable_parallelism(config=ParallelConfig(**degrees))
     graph = StepGraph(model)

@@ -279,10 +279,10 @@ def products_worker(folder: str, short: int) -> list[bool]:
     return found
 
 
-def gpu_worker(degrees: dict[str, int], compiled: bool) -> tuple[float, dict[str, int], int]:
-    """As in `test_peer_memory`, with the rows of the image in parts, and those of the text at once."""
-    with mock.patch.object(peer_products, "SHORT", 4):
-        return test_peer_memory.gpu_worker(degrees, compiled)
+def gpu_worker(short: int, *args: Any) -> tuple[float, dict[str, int], int]:
+    """As in `test_peer_memory`; slices of fewer rows than `short` go at once, others in parts."""
+    with mock.patch.object(peer_products, "SHORT", short):
+        return test_peer_memory.gpu_worker(*args)
 
 
 class TestTokenSlices(unittest.TestCase):
@@ -407,7 +407,7 @@ class TestTokenSlicesOnFour(unittest.TestCase):
     @parameterized.expand([("compiled", True), ("eager", False)])
     def test_graph(self, name, compiled):
         for degrees in ({"tp": 4}, {"tp": 2, "ulysses": 2}):
-            for error, found, held in run_ranks(4, gpu_worker, degrees, compiled, device="cuda"):
+            for error, found, held in run_ranks(4, gpu_worker, 4, degrees, compiled, device="cuda"):
                 self.assertLessEqual(error, FLOAT32_BAR)
                 # Six gathers and six sums of the image, in parts; two gathers and two sums of the text by itself; of
                 # `ulysses` eight messages; and a meeting of each group at first.
@@ -416,3 +416,21 @@ class TestTokenSlicesOnFour(unittest.TestCase):
                 self.assertEqual(found["barrier_kernel"], meetings, found)
                 self.assertEqual(found["AllReduce"], 0)
                 self.assertGreater(held, 0)
+
+    @parameterized.expand(
+        [
+            # As of FLUX.1: in parts are six gathers and six sums; and in two ranks of text, all gathers and sums.
+            ("bria", BriaTransformerTesterConfig, (4, 8, 8), {"tp": 4}, 36, 17),
+            ("flux.2", Flux2TransformerTesterConfig, (4, 8, 8), {"tp": 2, "ulysses": 2}, 20, 26),
+            # In each of two blocks three gathers and three sums.
+            ("wan", WanTransformerTesterConfig, (2, 6, 8), {"tp": 4}, 36, 13),
+            ("ltx", LTXVideoTransformerTesterConfig, (2, 6, 8), {"tp": 4}, 36, 13),
+        ]
+    )
+    def test_other_classes(self, name, config_class, sizes, degrees, copies, meetings):
+        arguments = 4, degrees, True, config_class, sizes
+        for error, found, held in run_ranks(4, gpu_worker, *arguments, device="cuda"):
+            self.assertLessEqual(error, FLOAT32_BAR)
+            self.assertEqual(found["Memcpy PtoP"], copies, found)
+            self.assertEqual(found["barrier_kernel"], meetings, found)
+            self.assertGreater(held, 0)
