@@ -40,7 +40,8 @@ from .known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 MODES = ("eager", "compile", "graph", "compile+graph")
 PEERS = ("diffusers", "cache-dit", "device-map")
 ONE = "one rank"
-FLOAT8 = "float8"  # how cache-dit sends in fewer bits, where Ulysses is all there is
+# What cache-dit has besides, where Ulysses is all there is: fewer bits, and messages beside what is computed.
+FLOAT8, ASYNC = "float8", "async"
 # The largest relative L2 distance of an output from that of one rank, of one block; that of more is below (`bar_of`).
 # Two runs in bfloat16 round differently: of one block of each known model tp=2 is 0.003 to 0.016 away, of 57 blocks of
 # FLUX.1's kind 0.025, of 28 of LTX-Video's 0.029. Where each rank of two attends to its own keys alone it is 0.08 to
@@ -196,6 +197,10 @@ def _peer_names(request: StepRequest) -> Iterator[str]:
                 yield f"{peer} {mesh}"
             elif peer == "cache-dit" and set(degrees) == {"ulysses", "communication"}:
                 yield f"{peer} ulysses={degrees['ulysses']},{FLOAT8}"
+    if "cache-dit" in request.peers:
+        # Last, since it changes classes of diffusers for the whole process.
+        alone = (degrees for degrees in map(parse_mesh, request.meshes) if set(degrees) == {"ulysses"})
+        yield from (f"cache-dit ulysses={degrees['ulysses']},{ASYNC}" for degrees in alone)
 
 
 class _Backends:
@@ -294,11 +299,12 @@ class _Runner:
             memory = get_balanced_memory(model, no_split_module_classes=model._no_split_modules)
             places = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
             return dispatch_model(model, places)
-        degrees = parse_mesh(mesh.removesuffix(f",{FLOAT8}"))
+        degrees = parse_mesh(mesh.removesuffix(f",{FLOAT8}").removesuffix(f",{ASYNC}"))
         if peer == "diffusers":
             _enable_diffusers(model, degrees)
         elif peer == "cache-dit":
-            _enable_cache_dit(model, degrees, float8=mesh.endswith(FLOAT8))
+            besides = {f"ulysses_{way}": True for way in (FLOAT8, ASYNC) if mesh.endswith(way)}
+            _enable_cache_dit(model, degrees, besides)
         else:
             model.enable_parallelism(config=ParallelConfig(**degrees))
         return model
@@ -399,7 +405,7 @@ def _enable_diffusers(model: ModelMixin, degrees: Mapping[str, int]) -> None:
     model.enable_parallelism(config=config)
 
 
-def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int], float8: bool) -> None:
+def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int], besides: Mapping[str, bool]) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # where its log goes from then on: the table is what is on stdout
         import cache_dit
 
@@ -407,7 +413,7 @@ def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int], float8: boo
     if "cfg_size" in used:
         raise ValueError("cache-dit has no parallel guidance")
     # The only backend that its ring takes.
-    config = cache_dit.ParallelismConfig(**used, ulysses_float8=float8, attention_backend="native")
+    config = cache_dit.ParallelismConfig(**used, **besides, attention_backend="native")
     cache_dit.enable_cache(model, parallelism_config=config)
 
 

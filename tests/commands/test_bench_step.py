@@ -93,11 +93,11 @@ def backends_worker() -> tuple[list[str], list[str]]:
     return seen, [row.note for row in rows if "diffusers" not in row.name]
 
 
-def float8_worker() -> tuple[list[dict], list[str]]:
-    """What cache-dit is asked for beside meshes that send in fewer bits, and the rows."""
-    peer = CacheDiT()
+def besides_worker() -> tuple[list[dict], list[str]]:
+    """What cache-dit is asked for beside Ulysses, also that which sends in fewer bits, and the rows."""
+    peer, meshes = CacheDiT(), ("tp=2,int8", "int8,ulysses=2", "ulysses=2")
     with mock.patch.dict(sys.modules, {"cache_dit": peer}):
-        rows = measure_step(request("tp=2,int8", "int8,ulysses=2", peers=("diffusers", "cache-dit"), rounds=1))
+        rows = measure_step(request(*meshes, peers=("cache-dit", "diffusers"), rounds=1))
     return peer.configs, [row.name for row in rows]
 
 
@@ -208,10 +208,14 @@ class TestBenchStep(unittest.TestCase):
             assert seen == ["native of diffusers"] * 7 + ["native of tests", "native of diffusers"]
             assert notes == [""] * 6
 
-    def test_a_peer_sends_in_fewer_bits_where_it_can(self):
-        for configs, names in run_ranks(2, float8_worker):
-            assert configs == [{"ulysses_size": 2, "ulysses_float8": True, "attention_backend": "native"}], configs
-            assert names == [ONE, "tp=2,int8", "int8,ulysses=2", "cache-dit ulysses=2,float8"], names
+    def test_a_peer_sends_in_fewer_bits_and_beside_what_is_computed(self):
+        """The latter last, since it leaves classes of diffusers changed."""
+        alone = {"ulysses_size": 2, "attention_backend": "native"}
+        for configs, names in run_ranks(2, besides_worker):
+            assert configs == [alone | {"ulysses_float8": True}, alone, alone | {"ulysses_async": True}], configs
+            peers = [f"cache-dit ulysses=2{way}" for way in (",float8", "", ",async")]
+            ours = ["tp=2,int8", "int8,ulysses=2", "ulysses=2"]
+            assert names == [ONE, *ours, *peers[:2], "diffusers ulysses=2", peers[2]], names
 
     @parameterized.expand(["flux", "z-image"])
     def test_guidance(self, model):
