@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
-from diffusers_rocm.models import attention_heads
+from diffusers_rocm.distributed import choices
 
 
 def slow(test):
@@ -180,9 +180,9 @@ class RankPool:
 
 
 @torch.compiler.assume_constant_result
-def _as_on_a_cpu(device_type: str, count: int | None) -> attention_heads.Busy:
+def _as_on_a_cpu(device_type: str, count: int | None) -> choices.Busy:
     """So that accelerators hop round a ring with the few tokens of a test, which they would gather."""
-    return attention_heads.OF_CPU
+    return choices.OF_CPU
 
 
 def _serve(connection: Connection) -> None:
@@ -207,7 +207,7 @@ def _serve(connection: Connection) -> None:
                     dist.init_process_group(backends, timeout=timedelta(seconds=60), **group)
                 dist.barrier()  # a rank with nothing to do would go away while another still connects, which fails
             connected = True
-            with mock.patch.object(attention_heads, "_busy", _as_on_a_cpu) if device != "cpu" else nullcontext():
+            with mock.patch.object(choices, "_busy", _as_on_a_cpu) if device != "cpu" else nullcontext():
                 answer = (True, function(*args))
         except BaseException:
             answer = (False, (str if connected else _NotConnected)(traceback.format_exc()))

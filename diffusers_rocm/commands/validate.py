@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from ..distributed.choices import Busy
 from ..distributed.launching import under_torchrun
 from ..doctor.finding import PROBLEM, SKIPPED
 from ..doctor.privacy import without_names
-from ..models.attention_heads import Busy
 from .ranks import check_writable
 
 

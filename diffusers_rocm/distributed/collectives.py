@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 
 from .axis import Axis
 from .beside import begin_compiled_exchange, begin_compiled_gather
+from .choices import begins_early, goes_by_gather
 from .compression import (
     EXACT,
     GROUP,
@@ -61,14 +62,19 @@ def _sum_compressed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_gather_stacked(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """`x` [...] of every rank, of one shape on all: [axis.size, ...]."""
+    return _start_gather(x, axis)()
+
+
+def _start_gather(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
     x = x.contiguous()[None]
+    if begins_early(axis):
+        return begin_compiled_gather(x, axis.group)
     if torch.compiler.is_compiling():
-        if axis.slow_links:
-            return begin_compiled_gather(x, axis.group)()
-        return funcol.all_gather_tensor(x, 0, axis.group)
-    stacked = x.new_empty((axis.size, *x.shape[1:]))
-    _all_gather(stacked, x, group=axis.group)
-    return stacked
+        stacked = funcol.all_gather_tensor(x, 0, axis.group)
+    else:
+        stacked = x.new_empty((axis.size, *x.shape[1:]))
+        _all_gather(stacked, x, group=axis.group)
+    return lambda: stacked
 
 
 def all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -1) -> torch.Tensor:
@@ -95,22 +101,18 @@ def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) 
 def _start_exchange(
     x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
 ) -> Callable[[], torch.Tensor]:
-    """`start_exchange`, exact, by the process group.
-
-    Between two GPUs over slow links by a gather, by which as many bytes go in less time. Gloo's takes twice as long.
-    """
-    compiled, own, other = torch.compiler.is_compiling() and axis.slow_links, axis.rank, 1 - axis.rank
-    if axis.size == 2 and axis.slow_links and axis.device.type != "cpu" and send[other] == receive[other]:
+    """`start_exchange`, exact, by the process group."""
+    own, other = axis.rank, 1 - axis.rank
+    if goes_by_gather(axis) and send[other] == receive[other]:
         parts = x.split(send)
-        gathered = begin_compiled_gather(parts[other][None], axis.group) if compiled else None
-        stacked = None if compiled else all_gather_stacked(parts[other], axis)
+        gather = _start_gather(parts[other], axis)
 
         def arrive() -> torch.Tensor:
-            of_both = gathered() if compiled else stacked
+            of_both = gather()
             return torch.cat([parts[own] if rank == own else of_both[rank] for rank in range(2)])
 
         return arrive
-    if compiled:
+    if begins_early(axis):
         return begin_compiled_exchange(x, send, receive, axis.group)
     received = exchange_in_group(x, send, receive, axis.group)
     return lambda: received

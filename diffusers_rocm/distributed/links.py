@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .axis import Axis
+from .choices import multiprocessors
 from .collectives import all_gather_int64, all_gather_text, on_all_ranks
 from .peer_memory import can_fetch
 
@@ -87,10 +88,3 @@ def fewest_multiprocessors(axis: Axis) -> int | None:
     fewest = int(all_gather_int64(torch.tensor([own]), axis).min().item())
     logger.info(f"what is worth a message of its own is that for a GPU of {fewest} multiprocessors")
     return fewest
-
-
-def multiprocessors(device: torch.device) -> int | None:
-    """Of a GPU, 132 where torch does not say; None for a CPU."""
-    if device.type == "cpu":
-        return None
-    return getattr(torch.get_device_module(device).get_device_properties(device), "multi_processor_count", 132)

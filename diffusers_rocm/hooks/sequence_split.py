@@ -11,6 +11,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..distributed.choices import goes_by_copies
 from ..distributed.collectives import copy_to_axis, gather_from_axis
 from ..distributed.links import reaches_memory
 from ..distributed.mesh import Axes
@@ -62,7 +63,7 @@ class SequenceSplit:
         Returns:
             Whether they go so.
         """
-        reached = wanted and not self.ulysses.slow_links and reaches_memory(self.ulysses)
+        reached = wanted and goes_by_copies(self.ulysses) and reaches_memory(self.ulysses)
         self.ulysses = replace(self.ulysses, peer_memory=reached)
         return reached
 

@@ -7,7 +7,6 @@ next group is on its way while the one that is there computes.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
+from ..distributed.choices import begins_early
 from ..distributed.collectives import exchange, exchange_in_group, joined, start_exchange
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
-from ..distributed.links import multiprocessors
 from ..distributed.sharding import Block
 from .attention_kernels import KERNELS
 
@@ -40,49 +39,11 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@dataclass(frozen=True)
-class Busy:
-    """What keeps a device busy: less of it is not worth a message of its own.
-
-    Attributes:
-        rows: of queries, counted in every head, of one kernel.
-        products: of an element of a query and one of a key, counted in every head, of one hop of a ring.
-    """
-
-    rows: int
-    products: int
-
-    @classmethod
-    def of_gpu(cls, multiprocessors: int) -> "Busy":
-        """Measured where there are 132 of them (docs/performance.md); a larger GPU asks no more of a hop."""
-        return cls(496 * multiprocessors, (1 << 27) * min(multiprocessors, 132))
-
-
-OF_CPU = Busy(16, 64)
-
 # Of one rank: its query heads, and the key heads that they attend with.
 Share = tuple[slice, slice]
 
 # A tensor [B, S, H, D], and the heads of it that each rank has.
 Cut = tuple[Tensor, tuple[slice, ...]]
-
-
-@torch.compiler.assume_constant_result
-def _busy(device_type: str, count: int | None) -> Busy:
-    """What keeps a device busy: the one of so many multiprocessors; if not known, that of this process."""
-    if device_type == "cpu":
-        return OF_CPU
-    return Busy.of_gpu(count or multiprocessors(torch.device(device_type)))
-
-
-def groups_of_heads(heads: int, rows: int, device: torch.device, axis: Axis) -> int:
-    """Into how many groups so many heads, of so many rows each, are cut; the same on all ranks of the axis."""
-    return -(-heads // -(-_busy(device.type, axis.multiprocessors).rows // rows))
-
-
-def hides_a_hop(rows: int, keys: int, size: int, device: torch.device, axis: Axis) -> bool:
-    """Whether attention of so many rows, in all heads of `size`, to the keys of one rank is worth a hop beside it."""
-    return rows * keys * size >= _busy(device.type, axis.multiprocessors).products
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:
@@ -157,7 +118,7 @@ def scatter_heads(
         )
     shares = _shares(heads, key_heads, axis.size)
     cuts = _cuts(q, k, v, shares)
-    if axis.slow_links and torch.compiler.is_compiling():
+    if begins_early(axis):
         values, others = (_start_to_scatter(each, lengths, axis) for each in (cuts[2:], cuts[:2]))
         (v,), (q, k) = values(), others()
     else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..distributed.axis import Axis
 from ..distributed.beside import pass_on, send_to_all
+from ..distributed.choices import goes_in_groups, groups_of_heads, hides_a_hop
 from ..distributed.collectives import (
     all_gather,
     copy_to_axis,
@@ -28,8 +29,6 @@ from .attention_heads import (
     attention_in_groups,
     for_queries,
     gather_heads,
-    groups_of_heads,
-    hides_a_hop,
     remembered,
     scatter_heads,
     tokens_first,
@@ -154,7 +153,7 @@ def attention(
     heads, axis, lengths = q.shape[2], layout.ulysses, layout.group_lengths(layout.ring.rank)
     mask = _mask_of_group(mask, heads, layout)
     rows = sum(lengths) * q.shape[0]
-    groups = groups_of_heads(heads // axis.size, rows, q.device, axis) if axis.slow_links else 1
+    groups = groups_of_heads(heads // axis.size, rows, q.device, axis) if goes_in_groups(axis) else 1
     if groups > 1 and layout.ring.size == 1 and not needs_grad(q, k, v):
         kernel = choose(q, mask, False)
         if kernel.name in KERNELS:

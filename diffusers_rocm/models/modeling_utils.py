@@ -16,6 +16,7 @@ from torch import nn
 
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
+from ..distributed.choices import computes_beside
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.links import fewest_multiprocessors, links_are_slow
 from ..distributed.mesh import Axes
@@ -392,8 +393,7 @@ def wrap_compile_repeated_blocks(original: Callable) -> Callable:
         """
         split = getattr(getattr(self, "parallelism", None), "split", None)
         if split is not None and kwargs.get("backend", "inductor") == "inductor":
-            hides = split.ring.slow_links or split.ulysses.slow_links or split.ulysses.peer_memory
-            if hides and not kwargs.keys() & {"mode", "options"}:
+            if computes_beside(split.ring, split.ulysses) and not kwargs.keys() & {"mode", "options"}:
                 kwargs["options"] = HIDE_MESSAGES
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)

@@ -28,10 +28,11 @@ from torch.utils.flop_counter import flop_registry
 
 from ..benchmarks.collective_calls import collective_calls
 from ..benchmarks.known_models import KnownModel, Size, cannot_be_had, inputs, kept_in_float32
+from ..distributed import choices
+from ..distributed.choices import Busy
 from ..distributed.mesh import AXES
-from ..models import attention_heads, modeling_utils
+from ..models import modeling_utils
 from ..models._modeling_parallel import ParallelConfig
-from ..models.attention_heads import Busy
 
 
 ON_H200 = Busy.of_gpu(132)
@@ -134,7 +135,7 @@ def rehearse(
         ledger.linears = sum(each.weight.nbytes for each in model.modules() if isinstance(each, nn.Linear))
         noted = collective_calls(functools.partial(_note_exchange, ledger, names))
         # Tensors without values lie on the CPU.
-        as_on_gpus = mock.patch.object(attention_heads, "OF_CPU", busy)
+        as_on_gpus = mock.patch.object(choices, "OF_CPU", busy)
         with as_on_gpus, without_values, torch.no_grad(), _Count(ledger, held) as count, noted:
             _repeat_equal_blocks(model, ledger)
             try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..benchmarks.known_models import Size
+from ..distributed.choices import Busy
 from ..distributed.links import FAST
-from ..models.attention_heads import Busy
 from ..pipelines.text_encoders import ROOM
 from .cost import Seconds, axis_size, predict
 from .hardware import GPU, Links, to_one_neighbour

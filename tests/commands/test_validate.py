@@ -19,9 +19,9 @@ from parameterized import parameterized
 from diffusers_rocm import commands
 from diffusers_rocm.commands import validate
 from diffusers_rocm.commands.validate import JSON, Step
+from diffusers_rocm.distributed import choices
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.models import attention_heads
-from diffusers_rocm.models.attention_heads import Busy
+from diffusers_rocm.distributed.choices import Busy
 
 from ..testing_utils import slow
 
@@ -110,10 +110,10 @@ class TestValidate(unittest.TestCase):
         assert "--float32-reference" in step.arguments and f"ring={gpus}" in step.arguments
         side = int(step.arguments[step.arguments.index("--resolution") + 1])
         tokens = (side // 16) ** 2 // gpus
-        with mock.patch.object(attention_heads, "_busy", lambda *_: Busy.of_gpu(304)):
+        with mock.patch.object(choices, "_busy", lambda *_: Busy.of_gpu(304)):
             where = torch.device("cuda"), Axis.single("ring")
-            assert attention_heads.hides_a_hop(24 * tokens, tokens, 128, *where)
-            assert not attention_heads.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, 128, *where)
+            assert choices.hides_a_hop(24 * tokens, tokens, 128, *where)
+            assert not choices.hides_a_hop(24 * tokens * 9 // 10, tokens * 9 // 10, 128, *where)
 
     @parameterized.expand(
         [

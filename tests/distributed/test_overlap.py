@@ -10,15 +10,14 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed import links
+from diffusers_rocm.distributed import choices, links
 from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.choices import Busy
 from diffusers_rocm.distributed.collectives import all_reduce
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks import sequence_split
 from diffusers_rocm.hooks.around_call import AroundCall
 from diffusers_rocm.hooks.step_graph import StepGraph
-from diffusers_rocm.models import attention_heads
-from diffusers_rocm.models.attention_heads import Busy
 
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
@@ -47,7 +46,7 @@ def flux_worker() -> tuple[float, list[int]]:
     config = FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
-    with mock.patch.object(attention_heads, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
+    with mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
         model.enable_parallelism(config=ParallelConfig(ulysses=2))
         model._repeated_blocks = ["FluxSingleTransformerBlock"]
         model.compile_repeated_blocks(fullgraph=True)

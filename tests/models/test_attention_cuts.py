@@ -8,9 +8,10 @@ import torch
 from parameterized import parameterized
 
 from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.distributed import choices
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.models import attention_heads, attention_parallel
-from diffusers_rocm.models.attention_heads import Busy
+from diffusers_rocm.distributed.choices import Busy
+from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.attention_parallel import Layout, attention
 
 from ..testing_utils import relative_l2, run_ranks
@@ -66,8 +67,8 @@ class TestBusy(unittest.TestCase):
     def test_small_heads_are_less_to_hide_a_hop_under(self):
         """4,429 tokens over two ranks: of SD3.5, 38 heads of 64, and were they of 128."""
         where = torch.device("cuda"), Axis.single("ring")
-        with patch.object(attention_heads, "_busy", lambda *_: Busy.of_gpu(132)):
-            hops = [attention_heads.hides_a_hop(38 * 2215, 2215, size, *where) for size in (64, 128)]
+        with patch.object(choices, "_busy", lambda *_: Busy.of_gpu(132)):
+            hops = [choices.hides_a_hop(38 * 2215, 2215, size, *where) for size in (64, 128)]
         assert hops == [False, True]
 
     def test_the_smallest_gpu_of_the_axis_decides(self):
@@ -75,8 +76,8 @@ class TestBusy(unittest.TestCase):
         cuda, found = torch.device("cuda"), []
         for count in (60, 132):
             axis = replace(Axis.single("ring"), multiprocessors=count)
-            groups = attention_heads.groups_of_heads(24, 8448, cuda, axis)
-            found.append((groups, attention_heads.hides_a_hop(1 << 13, 100 << 7, 1 << 7, cuda, axis)))
+            groups = choices.groups_of_heads(24, 8448, cuda, axis)
+            found.append((groups, choices.hides_a_hop(1 << 13, 100 << 7, 1 << 7, cuda, axis)))
         assert found == [(6, True), (3, False)]
 
 

@@ -15,10 +15,11 @@ from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import ContextParallelConfig
+from diffusers_rocm.distributed import choices
 from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.choices import Busy
 from diffusers_rocm.models import attention_heads, attention_parallel
 from diffusers_rocm.models.attention_dispatch import choose_kernel
-from diffusers_rocm.models.attention_heads import Busy
 from diffusers_rocm.models.attention_kernels import KERNELS
 from diffusers_rocm.models.attention_parallel import Layout, attention, attention_after_whole_keys
 
@@ -67,8 +68,8 @@ def full_mask(kind: str, streams, heads: int, batch: int):
 
 def method(rotate: str):
     """`(context, rotate_method)`: "at once" is an allgather, or Ulysses, of what is too little work to be cut."""
-    busy = Busy(1 << 15, 1 << 40) if rotate == "at once" else attention_heads.OF_CPU
-    context = patch.object(attention_heads, "OF_CPU", busy)
+    busy = Busy(1 << 15, 1 << 40) if rotate == "at once" else choices.OF_CPU
+    context = patch.object(choices, "OF_CPU", busy)
     return context, "allgather" if rotate == "at once" else rotate
 
 

@@ -12,7 +12,7 @@ from parameterized import parameterized
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.benchmarks.collective_calls import collective_calls
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
-from diffusers_rocm.models import attention_heads
+from diffusers_rocm.distributed import choices
 from diffusers_rocm.planner import rehearsal
 from diffusers_rocm.planner.rehearsal import Ledger, rehearse
 from diffusers_rocm.planner.search import denoise_bytes
@@ -109,7 +109,7 @@ class TestRehearsal(unittest.TestCase):
         known = KNOWN_MODELS[name]
         real, weights = run_ranks(world, exchanges_of_a_rank, name, degrees, rotate_method)[0]
         given = tiny_size(name), degrees, TINY[name], torch.float32, rotate_method
-        ledger = rehearse(known, *given, slow_links=True, busy=attention_heads.OF_CPU)
+        ledger = rehearse(known, *given, slow_links=True, busy=choices.OF_CPU)
         counted = Counter()
         for each, count in ledger.exchanges.items():
             counted["all-to-all" if each.kind == "hop" else each.kind] += count
