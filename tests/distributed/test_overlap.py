@@ -41,17 +41,20 @@ def under_messages(code: str) -> list[int]:
 
 
 @torch.no_grad()
-def flux_worker() -> tuple[float, list[int]]:
-    """The error of FLUX, its blocks of one stream compiled, and the products that one has under each message."""
+def flux_worker(slow: bool) -> tuple[float, list[int], list[str]]:
+    """The error of FLUX, its blocks of one stream compiled; the products that one has under each message, and whether
+    messages begin or are waited for, in order."""
     config = FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
-    with mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
+    fast = mock.patch.object(links, "FAST", 1.0 if slow else 0.0)
+    with fast, mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
         model.enable_parallelism(config=ParallelConfig(ulysses=2))
         model._repeated_blocks = ["FluxSingleTransformerBlock"]
-        model.compile_repeated_blocks(fullgraph=True)
+        model.compile_repeated_blocks(fullgraph=True, **({} if slow else {"options": HIDE_MESSAGES}))
         output, codes = run_and_get_code(config.get_output, model, inputs)
-    return relative_l2(output, reference), under_messages(codes[0])
+    order = ["wait" if "wait" in step else "begin" for step in steps(codes[0]) if "mm" not in step]
+    return relative_l2(output, reference), under_messages(codes[0]), order
 
 
 def side_by_side(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:
@@ -231,9 +234,13 @@ def given_worker() -> list[list[list[str]]]:
 
 class TestOverlap(unittest.TestCase):
     def test_mlp_is_under_the_messages(self):
-        """Those of queries and keys are under values, its own under these, its part of the output's under the last."""
-        for error, products in run_ranks(2, flux_worker):
-            assert error <= FLOAT32_BAR and products == [2, 1, 1], (error, products)
+        """Its product under the first, its part of the output's under the second; over slow links values go before,
+        and those of queries and keys are under them."""
+        plain = [1, 1], ["begin", "wait"] * 2
+        early = [2, 1, 1], ["begin", "begin", "wait", "wait", "begin", "wait"]
+        for slow, wanted in ((False, plain), (True, early)):
+            for error, *found in run_ranks(2, flux_worker, slow):
+                assert error <= FLOAT32_BAR and found == [*wanted], (error, found)
 
     def test_split_products(self):
         for results in run_ranks(2, split_worker):
