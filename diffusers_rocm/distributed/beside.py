@@ -106,13 +106,16 @@ def send_to_all(x: torch.Tensor, incoming: Sequence[int], rank: int, group: str)
 
 
 def begin_exchange(
-    x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> Callable[[], torch.Tensor]:
     """Begin an all-to-all as `exchange_in_group` makes it.
 
     Returns:
-        A function that waits, and answers what came.
+        A function that waits, and answers what came; compiled code waits where that is read.
     """
+    if torch.compiler.is_compiling():
+        coming = _ours.begin_all_to_all(x, list(receive), list(send), group.group_name)
+        return functools.partial(_functional.wait_tensor, coming)
     received = x.new_empty(sum(receive))
     return beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
 
@@ -169,14 +172,6 @@ def _teach_compiler() -> None:
 
     teach(_ours.begin_all_to_all.default)
     teach(_ours.begin_all_gather.default)
-
-
-def begin_compiled_exchange(
-    x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-) -> Callable[[], torch.Tensor]:
-    """`begin_exchange` in compiled code, which waits where what came is read."""
-    coming = _ours.begin_all_to_all(x, list(receive), list(send), group.group_name)
-    return functools.partial(_functional.wait_tensor, coming)
 
 
 def begin_compiled_gather(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:

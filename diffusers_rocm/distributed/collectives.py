@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 from .axis import Axis
-from .beside import begin_compiled_exchange, begin_compiled_gather
+from .beside import begin_compiled_gather, begin_exchange
 from .choices import begins_early, goes_by_gather
 from .compression import (
     EXACT,
@@ -113,7 +113,7 @@ def _start_exchange(
 
         return arrive
     if begins_early(axis):
-        return begin_compiled_exchange(x, send, receive, axis.group)
+        return begin_exchange(x, send, receive, axis.group)
     received = exchange_in_group(x, send, receive, axis.group)
     return lambda: received
 
