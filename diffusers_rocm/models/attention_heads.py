@@ -221,11 +221,12 @@ def _in_groups(
         own = slice(share[0].start - first, share[0].stop - first)
         rows = mask if mask is None or mask.shape[1] == 1 else mask[:, own]
         counts = _counts(share[0], share[1], share[1])
-        # No name for queries, keys and values, which would keep this message beyond the next.
-        out, _ = KERNELS[kernel](
-            *_attended(*_from_each(received, batch, size, counts), share, heads // k.shape[2]), rows, scale
+        # No name for what the kernel takes, or answers, which would keep it beyond the next.
+        outs.append(
+            KERNELS[kernel](
+                *_attended(*_from_each(received, batch, size, counts), share, heads // k.shape[2]), rows, scale
+            )[0]
         )
-        outs.append(out)
     received = None
     back.append(send_back(outs, range(groups - 1, groups), beside=False))
     of_each = [[part.view(length, batch, -1, size) for part in arrive().split(incoming)] for arrive, incoming in back]
