@@ -218,20 +218,40 @@ def _make_room(size: int, index: int, device: torch.device, group: str) -> None:
 
 
 def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place | None:
-    """A place of `size` bytes on all ranks of a group, who call it.
+    """A place of `size` bytes on all ranks of a group, who call it; None if one of them has no memory for it.
 
-    None if one of them has no memory for it, or if they have made other numbers of them: torch counts them by process,
-    those of other groups too, and ranks that count otherwise would wait for each other.
+    torch counts by process what it shares, with other groups too, and ranks that count otherwise would wait for each
+    other: those that have shared less catch up.
     """
     global _shared
     made = _tried(lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
-    own = torch.tensor([-1 if made is None else _shared], device=device)
-    counts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(counts, own, group=group)
-    if made is None or len({int(count) for count in counts}) > 1:
+    counts = _numbers_of_all(-1 if made is None else _shared, device, group)
+    if -1 not in counts and len(set(counts)) > 1:
+        caught_up = _tried(lambda: _share_alone(max(counts) - _shared, device))
+        counts = _numbers_of_all(_shared if caught_up else -1, device, group)
+    if -1 in counts:
         return None
     _shared += 1
     return _Place(made, symmetric.rendezvous(made, group.group_name))
+
+
+def _numbers_of_all(own: int, device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    x = torch.tensor([own], device=device)
+    numbers = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(numbers, x, group=group)
+    return [int(number) for number in numbers]
+
+
+def _share_alone(times: int, device: torch.device) -> bool:
+    """Share memory in a group of this rank alone, of which the others know nothing."""
+    global _shared
+    timeout = timedelta(minutes=1)
+    alone = dist.new_group([dist.get_rank()], timeout, "gloo", use_local_synchronization=True)
+    for _ in range(times):
+        symmetric.rendezvous(symmetric.empty(1, dtype=torch.uint8, device=device), alone.group_name)
+        _shared += 1
+    dist.destroy_process_group(alone)
+    return True
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> int:
