@@ -46,7 +46,7 @@ from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
 # Parts of the names that kernels of NVIDIA's libraries have; the compiler's are named by all that they do.
 KINDS = {
     "meetings": ("nccl", "barrier_kernel"),
-    "copies": ("memcpy ptop",),
+    "copies": ("memcpy ptop", "memcpy dtoh", "memcpy htod"),
     "other": ("triton_",),
     "attention": ("flash", "fmha", "sdpa", "attention"),
     "matmul": ("gemm", "nvjet", "cutlass", "cublas", "splitk"),

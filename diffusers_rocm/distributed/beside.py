@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import host_memory
+from .graph_calls import come_to, register
+
 
 # For each device, a stream of collectives.
 _side: dict[torch.device, torch.Stream] = {}
@@ -116,6 +119,9 @@ def begin_exchange(
     if torch.compiler.is_compiling():
         coming = _ours.begin_all_to_all(x, list(receive), list(send), group.group_name)
         return functools.partial(_functional.wait_tensor, coming)
+    memory = host_memory.of_captured_call(group.group_name)
+    if memory is not None:
+        return come_to(*host_memory.begin_exchange(memory, x, receive, send))
     received = x.new_empty(sum(receive))
     return beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
 
@@ -129,10 +135,20 @@ _ours, _functional = torch.ops.diffusers_rocm, torch.ops._c10d_functional
 
 
 def _all_to_all(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> torch.Tensor:
+    memory = host_memory.of_captured_call(group)
+    if memory is not None:
+        received, arrive = host_memory.begin_exchange(memory, x, receive, send)
+        register(received, arrive)
+        return received
     return _held(_functional.all_to_all_single(x, receive, send, group))
 
 
 def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
+    memory = host_memory.of_captured_call(group)
+    if memory is not None:
+        received, arrive = host_memory.begin_gather(memory, x)
+        register(received, arrive)
+        return received
     return _held(_functional.all_gather_into_tensor(x, world, group))
 
 

@@ -38,6 +38,14 @@ def goes_by_copies(axis: Axis) -> bool:
     return not axis.slow_links
 
 
+def goes_through_host(axis: Axis) -> bool:
+    """Whether messages are copied through the host's memory in graphs, if that works.
+
+    Without peer access NCCL's go there too, by kernels, which take multiprocessors, and come late where none are free.
+    """
+    return axis.slow_links
+
+
 def goes_in_groups(axis: Axis) -> bool:
     """Whether Ulysses sends a long sequence a group of heads at a time, each beside the attention of the one before.
 

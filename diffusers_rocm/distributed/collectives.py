@@ -23,6 +23,8 @@ from .compression import (
     decompress,
     decompress_parts,
 )
+from .graph_calls import come_to
+from .host_memory import begin_gather, of_captured_call
 from .peer_memory import exchange_by_copies
 
 
@@ -53,7 +55,7 @@ def _sum_compressed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     each = -(-count // (axis.size * GROUP)) * GROUP
     flat = torch.nn.functional.pad(x.flatten(), (0, axis.size * each - count))
     sizes = (compressed_size(each),) * axis.size
-    received = exchange_in_group(compress(flat), sizes, sizes, axis.group)
+    received = _start_exchange(compress(flat), sizes, sizes, axis)()
     parts = decompress(received, axis.size * each, torch.float32).view(axis.size, each)
     parts[axis.rank] = flat[axis.rank * each : (axis.rank + 1) * each]  # this rank's own was not rounded
     sums = all_gather_stacked(compress(parts.sum(0)), axis).flatten()
@@ -71,9 +73,12 @@ def _start_gather(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
         return begin_compiled_gather(x, axis.group)
     if torch.compiler.is_compiling():
         stacked = funcol.all_gather_tensor(x, 0, axis.group)
-    else:
-        stacked = x.new_empty((axis.size, *x.shape[1:]))
-        _all_gather(stacked, x, group=axis.group)
+        return lambda: stacked
+    memory = of_captured_call(axis.group.group_name)
+    if memory is not None:
+        return come_to(*begin_gather(memory, x))
+    stacked = x.new_empty((axis.size, *x.shape[1:]))
+    _all_gather(stacked, x, group=axis.group)
     return lambda: stacked
 
 
@@ -124,6 +129,8 @@ def exchange_in_group(
     """`exchange`, exact and without gradients, in a process group."""
     if torch.compiler.is_compiling():
         return funcol.all_to_all_single(x, list(receive), list(send), group)
+    if of_captured_call(group.group_name) is not None:
+        return begin_exchange(x, send, receive, group)()
     received = x.new_empty(sum(receive))
     dist.all_to_all_single(received, x, list(receive), list(send), group=group)
     return received

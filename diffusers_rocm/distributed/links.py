@@ -6,6 +6,7 @@ Both decide how messages are cut, so all ranks must know the same of them.
 import functools
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from .axis import Axis
 from .choices import multiprocessors
 from .collectives import all_gather_int64, all_gather_text, on_all_ranks
+from .host_memory import HostMemory, share
 from .peer_memory import can_fetch
 
 
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Bytes a second that a GPU sends to the others of its axis: NVLink and xGMI are above, PCIe and networks below.
 FAST = 100e9
+
+# Of the process group's rate, what copies may lack: they go beside what is computed, and take nothing from it.
+SLOWER = 0.8
 
 # A message as large as those of a long sequence, some in a row, for the best of some tries: ranks that are late, and
 # groups that are still connecting, are no slow links.
@@ -48,36 +53,73 @@ def _rate(axis: Axis) -> int:
     """Bytes a second that this rank sends to the others; 0 over Gloo, where it is the host that sends."""
     if axis.device.type == "cpu":
         return 0
-    module, part = torch.get_device_module(axis.device), _BYTES // axis.size
-    sent, received = torch.zeros(2, part * axis.size, dtype=torch.uint8, device=axis.device)
-    best = float("inf")
+    sent, received = torch.zeros(2, _BYTES // axis.size * axis.size, dtype=torch.uint8, device=axis.device)
+    return _timed(lambda: dist.all_to_all_single(received, sent, group=axis.group), axis)
+
+
+def _timed(exchange: Callable[[], object], axis: Axis) -> int:
+    """Bytes a second, where each rank sends every other one its part of so many."""
+    module, best = torch.get_device_module(axis.device), float("inf")
     for _ in range(_TRIES):
         begin, end = (module.Event(enable_timing=True) for _ in range(2))
-        dist.all_to_all_single(received, sent, group=axis.group)  # ranks meet, and the host is ahead
+        exchange()  # ranks meet, and the host is ahead
         begin.record()
         for _ in range(_IN_A_ROW):
-            dist.all_to_all_single(received, sent, group=axis.group)
+            exchange()
         end.record()
         module.synchronize(axis.device)
         best = min(best, begin.elapsed_time(end) / 1e3)
-    return int(part * (axis.size - 1) * _IN_A_ROW / best)
+    return int(_BYTES // axis.size * (axis.size - 1) * _IN_A_ROW / best)
 
 
 def reaches_memory(axis: Axis) -> bool:
     """Whether each rank of an axis reaches the memory of the others: NVIDIA GPUs of one host, none tried elsewhere."""
-    if axis.size == 1 or axis.device.type != "cuda" or torch.version.hip:
+    if not _may_copy(axis):
         return False
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    hosts = all_gather_text(f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}", axis)
     devices = all_gather_int64(torch.tensor([axis.device.index]), axis).flatten().tolist()
     others = set(devices) - {axis.device.index}
-    own = len(set(hosts)) == 1 and len(others) == axis.size - 1
+    own = _on_one_host(axis) and len(others) == axis.size - 1
     own = own and all(torch.cuda.can_device_access_peer(axis.device, other) for other in others)
     on_all = functools.partial(on_all_ranks, axis=axis)
     reached = on_all(own) and can_fetch(axis.group, axis.device, on_all)
     how = "by copies out of each other's memory" if reached else "by the process group"
     logger.info(f"messages of {axis.size} ranks ({axis.name}) go {how} where a step is a graph")
     return reached
+
+
+def reaches_host(axis: Axis) -> bool:
+    """Have messages of an axis go through the host's memory where a step is a graph, and whether they do; all call it.
+
+    NVIDIA GPUs of one host, none tried elsewhere.
+    """
+    if not _may_copy(axis):
+        return False
+    on_all, of_all = (functools.partial(each, axis=axis) for each in (on_all_ranks, all_gather_text))
+    is_fast = functools.partial(_is_fast, axis)
+    reached = _on_one_host(axis) and share(axis.group, axis.device, on_all, of_all, is_fast)
+    how = "by copies through the host's memory" if reached else "by the process group"
+    logger.info(f"messages of {axis.size} ranks ({axis.name}) go {how} where a step is a graph")
+    return reached
+
+
+def _is_fast(axis: Axis, memory: HostMemory) -> bool:
+    """Whether copies through the host's memory are about as fast as the process group's messages."""
+    sent, received = torch.zeros(2, _BYTES, dtype=torch.uint8, device=axis.device)
+    exchange = memory.captured(sent.tensor_split(axis.size), received.tensor_split(axis.size))
+    rates = all_gather_int64(torch.tensor([_rate(axis), _timed(exchange, axis)]), axis).amin(0) / 1e9
+    logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rates[1]:.0f} GB/s through the host's memory")
+    return bool(rates[1] >= SLOWER * rates[0])
+
+
+def _may_copy(axis: Axis) -> bool:
+    return axis.size > 1 and axis.device.type == "cuda" and not torch.version.hip
+
+
+def _on_one_host(axis: Axis) -> bool:
+    """Whether all ranks of an axis are, who all ask."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    hosts = all_gather_text(f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}", axis)
+    return len(set(hosts)) == 1
 
 
 def fewest_multiprocessors(axis: Axis) -> int | None:

@@ -9,15 +9,14 @@ it, and none comes there before it has fetched the last one. So when they have m
 was in the place that the next one takes.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from .beside import copy_beside
+from .graph_calls import current_call, register
+from .host_memory import tried
 
 
 logger = logging.getLogger(__name__)
@@ -41,25 +42,10 @@ class _Place:
     memory: Any
 
 
-@dataclass
-class _Call:
-    """A call of a model, captured or to be captured next: which place each group's last message took."""
-
-    captured: bool
-    turn: dict[str, int] = field(default_factory=dict)
-    # torch's handle of it, until the message is fetched.
-    taken: dict[str, Any] = field(default_factory=dict)
-    # What is not waited for yet.
-    coming: dict[str, "_Coming"] = field(default_factory=dict)
-    # Slices of tokens on their way (`peer_products`).
-    slices: dict[int, Any] = field(default_factory=dict)
-
-
 # For each group its places, or None where they could not be made; and those that were too small for a later call, or
 # of such a group, which older graphs still use.
 _places: dict[str, list[_Place] | None] = {}
 _outgrown: list[_Place] = []
-_call: _Call | None = None
 # How many tensors this process has shared.
 _shared = 0
 
@@ -77,34 +63,6 @@ _library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Devi
 _library.define("fetch_all_to_all(Tensor place, int world, str group) -> Tensor")
 _library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group, str version) -> Tensor")
 _ours = torch.ops.diffusers_rocm
-
-
-class _Coming(dist.Work):
-    """A message on its way: the stream that waits for it goes on when it is there."""
-
-    def __init__(self, arrive: Callable[[], None]):
-        super().__init__()
-        self.arrive: Callable[[], None] | None = arrive
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self.arrive is not None:
-            self.arrive()
-        self.arrive = None
-        return True
-
-
-@contextlib.contextmanager
-def call_of_a_graph(captured: bool) -> Iterator[None]:
-    """Around a call of a model: captured, its messages go by copies; before it is, places are made for them.
-
-    All ranks of a group call it alike, at least once before they capture.
-    """
-    global _call
-    before, _call = _call, _Call(captured)
-    try:
-        yield
-    finally:
-        _call = before
 
 
 def forget_places(group: dist.ProcessGroup | None = None) -> None:
@@ -129,14 +87,15 @@ def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device:
     memory = take_place(math.prod(shape) * dtype.itemsize, device, group)
     if memory is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    _call.taken[group] = memory
+    current_call().taken[group] = memory
     return memory.get_buffer(dist.distributed_c10d._resolve_process_group(group).rank(), shape, dtype)
 
 
 def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have laid for this one where `_next_place` told them."""
     x = place.view(-1)
-    memory = None if _call is None else _call.taken.pop(group, None)
+    call = current_call()
+    memory = None if call is None else call.taken.pop(group, None)
     if memory is None:
         return _by_group(x, world, group)
     rank, count = dist.distributed_c10d._resolve_process_group(group).rank(), x.numel() // world
@@ -144,14 +103,12 @@ def _fetch(place: Tensor, world: int, group: str) -> Tensor:
     received = torch.empty_like(x)
     into = received.chunk(world)
     into[rank].copy_(x.chunk(world)[rank])  # by a kernel, which would wait for those that come next
-    if group in _call.coming:
-        _call.coming.pop(group).wait()
+    if group in call.coming:
+        call.coming.pop(group).wait()
     meet(memory, group, x.device)
     others = ((rank + step) % world for step in range(1, world))
     pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
-    coming = _Coming(copy_beside(pairs, x.device))
-    torch._C._distributed_c10d._register_work(received, coming)
-    _call.coming[group] = coming
+    call.coming[group] = register(received, copy_beside(pairs, x.device))
     return received
 
 
@@ -171,21 +128,23 @@ def take_place(size: int, device: torch.device, group: str) -> Any:
     None where it does not go by copies. Of what is there all ranks have fetched, and read, all when they have met for
     this message (`meet`), and they meet once for each.
     """
-    if _call is None:
+    call = current_call()
+    if call is None:
         return None
-    index = 1 - _call.turn.get(group, 1)
-    if not _call.captured:
+    index = 1 - call.turn.get(group, 1)
+    if not call.captured:
         _make_room(size, index, device, group)
-    place = _room(size, index, group) if _call.captured else None
-    if place is not None and group not in _call.turn:
+    place = _room(size, index, group) if call.captured else None
+    if place is not None and group not in call.turn:
         meet(place.memory, group, device)  # of the call before, all have fetched all
-    _call.turn[group] = index
+    call.turn[group] = index
     return place and place.memory
 
 
 def slices_on_their_way() -> dict[int, Any]:
     """Of the call that is captured, by the address of where they come to."""
-    return {} if _call is None else _call.slices
+    call = current_call()
+    return {} if call is None else call.slices
 
 
 def meet(memory: Any, group: str, device: torch.device) -> None:
@@ -224,10 +183,10 @@ def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place 
     other: those that have shared less catch up.
     """
     global _shared
-    made = _tried(lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
+    made = tried(lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
     counts = _numbers_of_all(-1 if made is None else _shared, device, group)
     if -1 not in counts and len(set(counts)) > 1:
-        caught_up = _tried(lambda: _share_alone(max(counts) - _shared, device))
+        caught_up = tried(lambda: _share_alone(max(counts) - _shared, device))
         counts = _numbers_of_all(_shared if caught_up else -1, device, group)
     if -1 in counts:
         return None
@@ -339,7 +298,7 @@ def can_fetch(group: dist.ProcessGroup, device: torch.device, on_all: Callable[[
         on_all: tells whether something is so on all ranks. They ask after each step, so that in the next none waits
             for one that has failed.
     """
-    place = _tried(lambda: _share(torch.int64.itemsize, device, group))
+    place = tried(lambda: _share(torch.int64.itemsize, device, group))
     if not on_all(place is not None):
         return False
     place.bytes.view(torch.int64).fill_(group.rank())
@@ -351,13 +310,4 @@ def can_fetch(group: dist.ProcessGroup, device: torch.device, on_all: Callable[[
         memory.barrier(channel=0, timeout_ms=_timeout(group, device))
         return found
 
-    return on_all(_tried(numbers) == list(range(group.size()))) and on_all(_tried(teach_compiler) is not None)
-
-
-def _tried(step: Callable[[], Any]) -> Any:
-    """Its answer; None where it fails, of which the log says why."""
-    try:
-        return step()
-    except Exception as error:
-        logger.warning(f"this rank shares no memory with the others: {str(error).partition(chr(10))[0]}")
-        return None
+    return on_all(tried(numbers) == list(range(group.size()))) and on_all(tried(teach_compiler) is not None)

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from ..distributed.peer_memory import call_of_a_graph, forget_places
+from ..distributed import host_memory
+from ..distributed.choices import goes_through_host
+from ..distributed.graph_calls import call_of_a_graph
+from ..distributed.links import reaches_host
+from ..distributed.peer_memory import forget_places
 from ..distributed.quantized import is_quantized
 from .around_call import AroundCall
 from .group_offload import is_offloaded
@@ -55,7 +59,8 @@ def wrap_destroy_process_group(original: Callable) -> Callable:
         for graph in _graphs:
             if last or graph.sends_over(group):
                 graph.forget()
-        forget_places(None if last else group)
+        for forget in (forget_places, host_memory.forget):
+            forget(None if last else group)
         original(group)
 
     return destroy_process_group
@@ -92,6 +97,10 @@ class StepGraph(AroundCall):
         _graphs.add(self)
         parallelism = getattr(model, "parallelism", None)
         self._split, self._slices = getattr(parallelism, "split", None), getattr(parallelism, "slices", None)
+        if parallelism is not None:
+            for axis in (parallelism.axes.ring, parallelism.axes.ulysses, parallelism.axes.tp):
+                if goes_through_host(axis):
+                    reaches_host(axis)
         if self._slices is not None:
             self._slices.by_copies(True)
         compiled = any(module._compiled_call_impl is not None for module in model.modules())

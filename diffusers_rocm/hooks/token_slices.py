@@ -9,7 +9,6 @@ sum it keeps its slice: as many bytes as a sum, in two messages, which pay where
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..distributed.axis import Axis
 from ..distributed.choices import goes_by_copies
 from ..distributed.collectives import all_gather, on_all_ranks
 from ..distributed.compression import EXACT
-from ..distributed.links import links_are_slow, reaches_memory
+from ..distributed.links import reaches_memory
 from ..distributed.mesh import Axes
 from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter, teach_compiler
 from ..distributed.quantized import is_plain
@@ -72,8 +71,8 @@ class TokenSlices:
     def by_copies(self, wanted: bool) -> bool:
         """Have tokens in slices, where ranks reach each other's memory over fast links, or no longer; all call it."""
         self.remove()
-        reached = wanted and self.axis.communication == EXACT and reaches_memory(self.axis)
-        reached = reached and goes_by_copies(replace(self.axis, slow_links=links_are_slow(self.axis)))
+        reached = wanted and self.axis.communication == EXACT and goes_by_copies(self.axis)
+        reached = reached and reaches_memory(self.axis)
         if reached:
             teach_compiler()
             self._hang()

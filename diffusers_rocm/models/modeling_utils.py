@@ -19,7 +19,7 @@ from ..distributed.axis import Axis
 from ..distributed.choices import computes_beside
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.links import fewest_multiprocessors, links_are_slow
-from ..distributed.mesh import Axes
+from ..distributed.mesh import JOINED, Axes
 from ..distributed.overlap import HIDE_MESSAGES
 from ..distributed.quantized import parts
 from ..hooks.cfg_parallel import GuidanceParallel
@@ -94,7 +94,7 @@ def enable(
     """Split the sequences of `model` over the ring and Ulysses axes, then shard its weights over the tp axis.
 
     Everything is checked before anything changes. Where the ranks' weights differ (random initialisation without a
-    common seed), the first rank's are taken, and a warning says so. The links between split sequences are timed.
+    common seed), the first rank's are taken, and a warning says so. The links are timed.
 
     Gradients: those of the inputs are exact, and those of sharded parameters are of the shard. With split sequences
     those of all parameters are each rank's tokens' share, to be summed over `model.parallelism.axes.context`.
@@ -105,7 +105,7 @@ def enable(
     _check_free_and_loaded(model, config)
     check_weights_are_here(model, "enable parallelism first, then offloading")
     axes = config.axes()
-    placements, split = [], None
+    placements, plan = [], None
     if axes.tp.size > 1 or isinstance(config, TensorParallelConfig):
         tp_plan = get_tensor_parallel_plan(type(model))
         placements = resolve(model, tp_plan, axes.tp.size)
@@ -116,14 +116,10 @@ def enable(
             for path, module in attention_modules(model, plan):
                 check_ring_backend(path, getattr(module.processor, "_attention_backend", None))
         register_late_backends()
-        count = fewest_multiprocessors(axes.context)
-        ring, ulysses = (
-            replace(axis, slow_links=links_are_slow(axis), multiprocessors=count) for axis in (axes.ring, axes.ulysses)
-        )
-        axes = replace(axes, ring=ring, ulysses=ulysses)
-        split = SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     elif cp_plan is not None:
         raise ValueError(f"cp_plan is for context parallelism; {config} takes none")
+    axes = _with_links(axes)
+    split = None if plan is None else SequenceSplit(type(model).__name__, plan, axes, config.rotate_method)
     differ = _weights_differ(model, axes.world)
     hooks = split_sequences(model, split) if split is not None else []
     if differ:
@@ -143,6 +139,16 @@ def enable(
     hooks += share_modulation(model, axes)
     if axes.cfg.size > 1:
         hooks.append(GuidanceParallel(model, axes.cfg))
+
+
+def _with_links(axes: Axes) -> Axes:
+    """These, and of those that send activations what they are like."""
+    count = fewest_multiprocessors(axes.context) if axes.context.size > 1 else None
+    sending = {name: getattr(axes, name) for name in JOINED["model"]}
+    measured = {
+        name: replace(axis, slow_links=links_are_slow(axis), multiprocessors=count) for name, axis in sending.items()
+    }
+    return replace(axes, **measured)
 
 
 def _check_heads(model: nn.Module, plan: TensorParallelPlan, axes: Axes) -> None:

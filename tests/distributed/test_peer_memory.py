@@ -23,9 +23,9 @@ from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_memory, peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64, exchange
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.distributed.peer_memory import (
-    call_of_a_graph,
     can_fetch,
     exchange_by_copies,
     forget_places,

@@ -23,8 +23,9 @@ from torch import nn
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_products
 from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph
 from diffusers_rocm.distributed.parts import sum_parts
-from diffusers_rocm.distributed.peer_memory import call_of_a_graph, teach_compiler
+from diffusers_rocm.distributed.peer_memory import teach_compiler
 from diffusers_rocm.hooks import sequence_split, step_graph, token_slices
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
@@ -57,7 +58,7 @@ OURS = "gather_slices", "multiply", "multiply_and_scatter"
 def reached(folder: str, short: int) -> Iterator[None]:
     """As if ranks reached each other's memory over fast links, and steps were graphs."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(token_slices, reaches_memory=bool, links_are_slow=lambda _: False))
+        stack.enter_context(mock.patch.object(token_slices, "reaches_memory", bool))
         stack.enter_context(mock.patch.object(modeling_utils, "links_are_slow", lambda _: False))
         stack.enter_context(mock.patch.object(sequence_split, "reaches_memory", lambda axis: axis.size > 1))
         stack.enter_context(mock.patch.object(step_graph, "record", Replayed()))
@@ -160,7 +161,7 @@ def whole_worker(folder: str) -> dict[str, tuple[float, int]]:
         both("8 bits", Even(), lambda model: None, communication="int8")
         with torch.enable_grad():
             both("trained", Even(), lambda model: None)
-        with mock.patch.object(token_slices, "links_are_slow", lambda _: True):
+        with mock.patch.object(modeling_utils, "links_are_slow", lambda _: True):
             both("slow links", Even(), lambda model: None)
     return found
 

@@ -1,0 +1,280 @@
+"""Messages through memory of the host, by copies, between GPUs that do not reach each other's.
+
+A kernel of NCCL writes such a message to the host's memory, and another one reads it there. Both take multiprocessors
+from what is computed beside them, and come late where none are free. Copy engines do neither, and a stream waits for a
+word of memory without a kernel: so in a graph of a step messages over slow links are copied from the GPU into memory
+that the receiver's process maps too, and from there into its GPU.
+
+From each rank to each other one there are slots, and for each slot a word, which says whether it is full. The sender
+waits until a slot is empty, fills it, and says so; the receiver waits until it is full, empties it, and says so. What
+is longer goes a slot at a time: one is filled while another is emptied. All slots are empty between calls.
+"""
+
+import ctypes
+import functools
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .graph_calls import current_call
+
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# Between two ranks so many slots of so many bytes: as much is on its way at once.
+SLOTS, SLOT = 2, 2 << 20
+
+# Of a word, which has a line of the caches for itself: different GPUs write them.
+_LINE = 64
+
+_EMPTY, _FULL = 0, 1
+
+# Of processes of one host; others see no file there. So many bytes of it are left to NCCL, whose groups connect late.
+_FOLDER, _LEFT = "/dev/shm", 256 << 20
+
+# Seconds that the trial waits for other ranks.
+_PATIENCE = 20.0
+
+
+class Queue:
+    """A stream of copies out of the host's memory, or into it, that waits for words of it."""
+
+    def __init__(self, device: torch.device):
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def after_what_is_computed(self) -> None:
+        self._stream.wait_stream(self._module.current_stream(self._stream.device))
+
+    def wait(self, word: Tensor, value: int) -> None:
+        self._call("cuStreamWaitValue32_v2", word, value, 1)  # until it is equal
+
+    def write(self, word: Tensor, value: int) -> None:
+        self._call("cuStreamWriteValue32_v2", word, value, 0)  # when all before is done, for all to see
+
+    def copy(self, into: Tensor, x: Tensor) -> None:
+        with self._module.stream(self._stream):
+            into.copy_(x, non_blocking=True)
+
+    def end(self) -> Callable[[], None]:
+        """What has the computation wait for all that is queued now."""
+        event = self._stream.record_event()
+        return lambda: self._module.current_stream(self._stream.device).wait_event(event)
+
+    def _call(self, name: str, word: Tensor, value: int, flags: int) -> None:
+        stream, address = ctypes.c_void_p(self._stream.cuda_stream), ctypes.c_void_p(word.data_ptr())
+        code = getattr(_driver(), name)(stream, address, ctypes.c_uint32(value), ctypes.c_uint32(flags))
+        if code:
+            raise RuntimeError(f"{name} of CUDA's driver answers {code}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class HostMemory:
+    """Slots between this rank of a group and each other one."""
+
+    def __init__(self, files: Sequence[str], rank: int, device: torch.device):
+        """`files`: one of each rank, as `make_file` makes it. Raises RuntimeError where a file cannot be mapped."""
+        self.world, self.device, self._rank = len(files), device, rank
+        self._shared = [torch.from_file(file, True, _size(self.world), dtype=torch.uint8) for file in files]
+        _register(self, self._shared)
+        self._outgoing, self._incoming = Queue(device), Queue(device)
+
+    def _slots(self, source: int, target: int) -> list[tuple[Tensor, Tensor]]:
+        """Bytes and word of each."""
+        slots, words = self._shared[source].split([self.world * SLOTS * SLOT, self.world * SLOTS * _LINE])
+        slots, words = slots.view(self.world, SLOTS, SLOT), words.view(torch.int32).view(self.world, SLOTS, -1)
+        return [(slots[target, index], words[target, index, :1]) for index in range(SLOTS)]
+
+    def begin(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to send `parts[i]` [n] to each rank i, and to receive into `into[i]` [n].
+
+        All ranks of the group call it in the same order.
+
+        Returns:
+            What has the computation wait until both are done.
+        """
+        outgoing, incoming = self._outgoing, self._incoming
+        outgoing.after_what_is_computed()
+        incoming.after_what_is_computed()
+        for target in self._others(1):
+            for (slot, word), piece in zip(itertools.cycle(self._slots(self._rank, target)), _pieces(parts[target])):
+                outgoing.wait(word, _EMPTY)
+                outgoing.copy(slot[: piece.numel()], piece)
+                outgoing.write(word, _FULL)
+        for source in self._others(-1):
+            for (slot, word), piece in zip(itertools.cycle(self._slots(source, self._rank)), _pieces(into[source])):
+                incoming.wait(word, _FULL)
+                incoming.copy(piece, slot[: piece.numel()])
+                incoming.write(word, _EMPTY)
+        ends = outgoing.end(), incoming.end()
+        into[self._rank].copy_(parts[self._rank])
+
+        def wait() -> None:
+            nonlocal parts
+            for end in ends:
+                end()
+            parts = None  # which nobody else may have kept
+
+        return wait
+
+    def _others(self, direction: int) -> list[int]:
+        """The other ranks, from the next one on: whom one sends to first receives from it first."""
+        return [(self._rank + direction * step) % self.world for step in range(1, self.world)]
+
+    def works(self) -> bool:
+        """Whether what this rank is sent in a graph comes; all of them call it."""
+        x = torch.arange(self.world * (SLOTS * SLOT // 8 + 1), device=self.device).view(self.world, -1)
+        wanted = x[self._rank] + torch.arange(self.world, device=self.device)[:, None]
+        received, answers = torch.empty_like(x), []
+        exchange = self.captured((x + self._rank).unbind(), received.unbind())
+        for _ in range(2):
+            received.zero_()
+            exchange()
+            self._come_to_an_end()
+            answers.append(torch.equal(received, wanted))
+        return all(answers)
+
+    def captured(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Callable[[], None]:
+        """What sends so, and receives, whenever it is called: a graph of it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.begin(parts, into)()
+        return graph.replay
+
+    def _come_to_an_end(self) -> None:
+        """Wait for what the GPU does, but not for ever for ranks that have failed."""
+        done, begun = torch.cuda.current_stream(self.device).record_event(), time.monotonic()
+        while not done.query():
+            if time.monotonic() - begun > _PATIENCE:
+                for other in self._others(1):
+                    for _, word in self._slots(self._rank, other):
+                        word.fill_(_EMPTY)
+                    for _, word in self._slots(other, self._rank):
+                        word.fill_(_FULL)
+            time.sleep(1e-3)
+
+
+def _size(world: int) -> int:
+    """Bytes of a file."""
+    return world * SLOTS * (SLOT + _LINE)
+
+
+def make_file(world: int) -> str:
+    """The path of what this rank shares with the others of a group. Raises OSError where there is no room for it."""
+    free, needed = shutil.disk_usage(_FOLDER).free >> 20, world * _size(world) + _LEFT >> 20
+    if free < needed:
+        raise OSError(
+            f"{_FOLDER} has {free} MiB left, and {needed} are needed, with what NCCL may take: give a container "
+            "more, as by --shm-size=1g"
+        )
+    descriptor, path = tempfile.mkstemp(dir=_FOLDER)
+    try:
+        os.posix_fallocate(descriptor, 0, _size(world))  # zeros; to write where no memory is left would be the end
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _register(memory: HostMemory, shared: Sequence[Tensor]) -> None:
+    """Have the GPU copy from and to it by itself, until `memory` is gone."""
+    runtime = torch.cuda.cudart()
+    for each in shared:
+        code = int(runtime.cudaHostRegister(each.data_ptr(), each.nbytes, 0))
+        if code:
+            raise RuntimeError(f"cudaHostRegister answers {code}")
+        weakref.finalize(memory, lambda x: runtime.cudaHostUnregister(x.data_ptr()), each)
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    return x.view(torch.uint8).split(SLOT) if x.numel() else ()
+
+
+# Of each group that has tried; None where messages do not go through it.
+_memories: dict[str, HostMemory | None] = {}
+
+
+def share(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    on_all: Callable[[bool], bool],
+    of_all: Callable[[str], list[str]],
+    is_fast: Callable[[HostMemory], bool],
+) -> bool:
+    """Have messages of a group go through the host's memory in captured calls, if that works; all its ranks call it.
+
+    Args:
+        on_all: tells whether something is so on all ranks.
+        of_all: tells what each says.
+        is_fast: tells, on all ranks alike, whether messages may go through what works.
+
+    Returns:
+        Whether they go so, of a group once and for all.
+    """
+    if group.group_name in _memories:
+        return _memories[group.group_name] is not None
+    file = tried(lambda: make_file(group.size()))
+    files = of_all(file or "")
+    memory = tried(lambda: HostMemory(files, group.rank(), device)) if all(files) else None
+    reached = on_all(memory is not None)
+    if file is not None:
+        os.unlink(file)
+    reached = reached and on_all(tried(memory.works) is True) and is_fast(memory)
+    _memories[group.group_name] = memory if reached else None
+    return reached
+
+
+def forget(group: dist.ProcessGroup | None = None) -> None:
+    """Let the memory of a group go, before itself does; of all groups by default."""
+    if group is None:
+        _memories.clear()
+    else:
+        _memories.pop(group.group_name, None)
+
+
+def of_captured_call(group: str) -> HostMemory | None:
+    """What messages of a group go through in the call that runs, if that is captured."""
+    call = current_call()
+    return _memories.get(group) if call is not None and call.captured else None
+
+
+def begin_exchange(
+    memory: HostMemory, x: Tensor, receive: Sequence[int], send: Sequence[int]
+) -> tuple[Tensor, Callable[[], None]]:
+    """Begin an all-to-all of `x` [sum(send)]: where it comes to, [sum(receive)], and what waits for it."""
+    received = x.new_empty(sum(receive))
+    return received, memory.begin(x.split(list(send)), received.split(list(receive)))
+
+
+def begin_gather(memory: HostMemory, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Begin to gather `x` [n, ...], contiguous: where it comes to, [ranks x n, ...], and what waits for it."""
+    received = x.new_empty(memory.world * x.shape[0], *x.shape[1:])
+    into = [part.flatten() for part in received.chunk(memory.world)]
+    return received, memory.begin([x.flatten()] * memory.world, into)
+
+
+def tried(step: Callable[[], T]) -> T | None:
+    """Its answer; None where it fails, of which the log says why."""
+    try:
+        return step()
+    except Exception as error:
+        logger.warning(f"this rank shares no memory with the others: {str(error).partition(chr(10))[0]}")
+        return None

@@ -1,0 +1,319 @@
+"""Messages by copies through the host's memory; on a CPU threads stand in for streams that copy and wait."""
+
+import contextlib
+import glob
+import math
+import queue
+import threading
+import time
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from diffusers_rocm import ParallelConfig
+from diffusers_rocm.distributed import collectives, host_memory, links
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.collectives import all_gather_int64, all_gather_text
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph
+from diffusers_rocm.distributed.host_memory import HostMemory, share
+from diffusers_rocm.hooks import step_graph
+from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
+from diffusers_rocm.models import modeling_utils
+
+from ..hooks.test_step_graph import steps_of
+from ..models.testing_utils.common import randn
+from ..models.testing_utils.parallelism import FLOAT32_BAR
+from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
+from .test_peer_memory import Even, Replayed
+
+
+class Thread:
+    """In place of `host_memory.Queue`; each copy is late, and by other times on other ranks."""
+
+    def __init__(self, device: torch.device):
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._late = 1e-4 * (1 + dist.get_rank())
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def after_what_is_computed(self) -> None:
+        pass  # a CPU has computed it
+
+    def wait(self, word: Tensor, value: int) -> None:
+        def until_it_is() -> None:
+            while int(word) != value:
+                time.sleep(1e-4)
+
+        self._tasks.put(until_it_is)
+
+    def write(self, word: Tensor, value: int) -> None:
+        self._tasks.put(lambda: word.fill_(value))
+
+    def copy(self, into: Tensor, x: Tensor) -> None:
+        self._tasks.put(lambda: (time.sleep(self._late), into.copy_(x)))
+
+    def end(self) -> Callable[[], None]:
+        done = threading.Event()
+        self._tasks.put(done.set)
+
+        def wait() -> None:
+            assert done.wait(30), "what was sent never came"
+
+        return wait
+
+
+@contextlib.contextmanager
+def on_a_cpu(slot: int = 64) -> Iterator[None]:
+    """Slots of so many bytes."""
+    memory = mock.patch.multiple(host_memory, Queue=Thread, SLOT=slot, _LEFT=0, _register=lambda *_: None)
+    with memory, mock.patch.object(HostMemory, "works", lambda _: True):
+        yield
+        host_memory.forget()
+
+
+# Whether a memory that works is fast enough, as the last step of the trial says.
+FAST = True
+
+
+def share_on(axis: Axis) -> bool:
+    def on_all(own: bool) -> bool:
+        return bool(all_gather_int64(torch.tensor([own]), axis).min())
+
+    return share(axis.group, axis.device, on_all, lambda text: all_gather_text(text, axis), lambda _: FAST)
+
+
+# Bytes that each of three ranks sends to each: none, less than a slot, some slots, and more than all slots hold.
+COUNTS = ((8, 0, 64), (200, 8, 0), (72, 640, 1))
+
+
+def exchange_worker() -> list[bool]:
+    """Whether messages are as the process group brings them: alone, and more of them on their way at once."""
+    axis, found, waiting = Axis.of_all(), [], []
+    with on_a_cpu():
+        assert share_on(axis) and share_on(axis)
+        memory, outside = host_memory._memories[axis.group.group_name], host_memory.of_captured_call("0")
+        assert outside is None
+        for turn in range(7):
+            counts = [row[turn % 3 :] + row[: turn % 3] for row in COUNTS]
+            send, receive = counts[axis.rank], [row[axis.rank] for row in counts]
+            x = randn(sum(send), seed=10 * turn + axis.rank)
+            wanted, stacked = x.new_empty(sum(receive)), x.new_empty(3, 5, 7)
+            dist.all_to_all_single(wanted, x, receive, list(send), group=axis.group)
+            y = randn(5, 7, seed=turn + 100 * axis.rank)
+            dist.all_gather(list(stacked.unbind()), y, group=axis.group)
+            waiting.append((host_memory.begin_exchange(memory, x, receive, send), wanted))
+            waiting.append((host_memory.begin_gather(memory, y), stacked.flatten(0, 1)))
+            if turn % 2:
+                time.sleep(0.01 * axis.rank)
+                for (received, wait), expected in waiting:
+                    wait()
+                    found.append(torch.equal(received, expected))
+                waiting = []
+        for (_, wait), _ in waiting:
+            wait()
+        words = [word for other in (1, 2) for _, word in memory._slots(axis.rank, (axis.rank + other) % 3)]
+        dist.barrier()
+        found.append(not any(map(int, words)))
+    return found
+
+
+def share_worker(failing: str) -> tuple[bool, int, list[str]]:
+    """Whether memory is shared where something fails on one rank; of how many groups; and files that are left."""
+    axis = Axis.of_all()
+
+    def fails(*_: Any) -> None:
+        raise OSError("no space\nleft")
+
+    broken = contextlib.nullcontext()
+    if axis.rank == 1 and failing in ("make_file", "_register"):
+        broken = mock.patch.object(host_memory, failing, fails)
+    elif axis.rank == 1 and failing == "room":
+        broken = mock.patch.object(host_memory, "_LEFT", 1 << 60)
+    elif failing == "slow":
+        broken = mock.patch(f"{__name__}.FAST", False)
+    elif axis.rank == 1 and failing:
+        broken = mock.patch.object(HostMemory, "works", fails if failing == "works" else lambda _: False)
+    with on_a_cpu(), broken:
+        answer = share_on(axis)
+        count = len([*filter(None, host_memory._memories.values())])
+        dist.barrier()
+        left = [file for file in glob.glob("/dev/shm/tmp*") if file not in BEFORE]
+    return answer, count, left
+
+
+BEFORE = frozenset(glob.glob("/dev/shm/tmp*"))
+
+
+@torch.no_grad()
+def flux_worker(mesh: dict[str, Any], how: str, rotate_method: str) -> tuple[float, list[int], int]:
+    """The largest error of FLUX as a graph whose messages go through the host; how many do in a call before it is one,
+    in one of the graph, and after; and collectives of the graph's call."""
+    config, begun = Even(), 0
+    model, (first, *steps) = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 3)
+    wanted = [config.get_output(model, each) for each in (first, *steps, first)]
+    begin = HostMemory.begin
+
+    def counted(*args: Any) -> Callable[[], None]:
+        nonlocal begun
+        begun += 1
+        return begin(*args)
+
+    def calls(step: dict[str, Any]) -> int:
+        before = begun
+        outputs.append(config.get_output(model, step))
+        return begun - before
+
+    found, outputs = [], []
+    reached = mock.patch.object(step_graph, "reaches_host", share_on)
+    slow = mock.patch.object(modeling_utils, "links_are_slow", lambda axis: axis.size > 1)
+    recorded = mock.patch.object(step_graph, "record", Replayed())
+    small = mock.patch.object(collectives, "COMPRESSED_FROM", 1)
+    with on_a_cpu(1 << 12), slow, reached, recorded, small, mock.patch.object(HostMemory, "begin", counted):
+        model.enable_parallelism(config=ParallelConfig(**mesh, rotate_method=rotate_method))
+        if how == "compiled":
+            torch._dynamo.reset()
+            model.compile_repeated_blocks(fullgraph=True)
+        if "communication" in mesh:  # rounds, by the process group as well
+            wanted = [config.get_output(model, each) for each in (first, *steps, first)]
+        found.append(calls(first))
+        graph = StepGraph(model)
+        outputs += [config.get_output(model, each) for each in steps[:-1]]
+        with torch.profiler.profile() as profile:
+            found.append(calls(steps[-1]))
+        names = [event.name for event in profile.events()]
+        graph.remove()
+        found.append(calls(first))
+    by_group = sum(map(names.count, ("c10d::alltoall_base_", "_c10d_functional::all_to_all_single")))
+    return max(map(relative_l2, outputs, wanted)), found, by_group
+
+
+@torch.no_grad()
+def gpu_worker(degrees: dict[str, int], how: str, rotate_method: str) -> tuple[float, dict[str, int]]:
+    """The largest error of FLUX as a graph over links that are taken for slow, and what its replay launches."""
+    config, device = Even(), torch.device("cuda", dist.get_rank())
+    model = config.get_model().to(device)
+    steps = tree_map_only(Tensor, lambda x: x.to(device), steps_of(config.get_inputs(1), WARM_UP + 3))
+    wanted = [config.get_output(model, each) for each in steps]
+    slow = mock.patch.object(modeling_utils, "links_are_slow", lambda axis: axis.size > 1)
+    with slow, mock.patch.object(links, "SLOWER", 0.0):
+        model.enable_parallelism(config=ParallelConfig(**degrees, rotate_method=rotate_method))
+        graph = StepGraph(model)
+    if how == "compiled":
+        torch._dynamo.reset()
+        model.compile_repeated_blocks(fullgraph=True)
+    outputs = [config.get_output(model, each) for each in steps]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        config.get_output(model, steps[0])
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    graph.remove()
+    parts = ("Memcpy DtoH", "Memcpy HtoD", "SendRecv", "AllGather")
+    return max(map(relative_l2, outputs, wanted)), {part: sum(part in name for name in names) for part in parts}
+
+
+def trial_worker(mixed_up: bool) -> tuple[bool, float]:
+    """Whether memory is shared, where one rank may take the files for those of others; and the seconds it takes."""
+    axis, files, begun = Axis.of_all(), HostMemory.__init__, time.monotonic()
+
+    def otherwise(memory: HostMemory, paths: list[str], *args: Any) -> None:
+        files(memory, paths[::-1] if mixed_up and axis.rank == 0 else paths, *args)
+
+    patient = mock.patch.object(host_memory, "_PATIENCE", 1.0)
+    with mock.patch.object(HostMemory, "__init__", otherwise), mock.patch.object(links, "SLOWER", 0.0), patient:
+        answer = links.reaches_host(axis)
+    host_memory.forget()
+    return answer, time.monotonic() - begun
+
+
+def fast_links_worker() -> tuple[bool, bool]:
+    """Whether messages go through the host's memory where ranks reach each other's, and when asked again."""
+    axis = Axis.of_all()
+    answer = links.reaches_host(axis)
+    with mock.patch.object(links, "SLOWER", 0.0):
+        again = links.reaches_host(axis)
+    host_memory.forget()
+    return answer, again
+
+
+MESHES = (
+    ("ulysses", {"ulysses": 2}, "p2p"),
+    ("ring", {"ring": 2}, "p2p"),
+    ("ring, gathered", {"ring": 2}, "allgather"),
+)
+BOTH = [(f"{name}, {how}", degrees, how, method) for name, degrees, method in MESHES for how in ("eager", "compiled")]
+
+
+class TestHostMemory(unittest.TestCase):
+    def test_exchange(self):
+        for found in run_ranks(3, exchange_worker):
+            self.assertEqual(found, [True] * 13)
+
+    @parameterized.expand(["", "make_file", "_register", "works", "works not", "slow", "room"])
+    def test_share(self, failing):
+        for answer, count, left in run_ranks(2, share_worker, failing):
+            self.assertEqual((answer, count, left), (not failing, int(not failing), []))
+
+    def test_of_captured_calls_alone(self):
+        memory = object()
+        with mock.patch.dict(host_memory._memories, {"group": memory}):
+            found = [host_memory.of_captured_call("group")]
+            for captured in (False, True):
+                with call_of_a_graph(captured):
+                    found += [host_memory.of_captured_call("group"), host_memory.of_captured_call("another")]
+        self.assertEqual(found, [None, None, None, memory, None])
+
+    @parameterized.expand(BOTH)
+    def test_flux(self, name, degrees, how, rotate_method):
+        self.check_flux(2, degrees, how, rotate_method)
+
+    @parameterized.expand(["eager", "compiled"])
+    def test_sums_in_8_bits(self, how):
+        self.check_flux(4, {"tp": 4, "communication": "int8"}, how, "p2p")
+
+    def check_flux(self, world: int, mesh: dict[str, Any], how: str, rotate_method: str) -> None:
+        for error, (before, captured, after), by_group in run_ranks(world, flux_worker, mesh, how, rotate_method):
+            self.assertLessEqual(error, FLOAT32_BAR)
+            self.assertEqual((before, after, by_group), (0, 0, 0))
+            self.assertGreater(captured, 0)
+
+    @parameterized.expand(BOTH)
+    @require_torch_multi_accelerator
+    def test_gpus(self, name, degrees, how, rotate_method):
+        self.check_gpus(degrees, how, rotate_method)
+
+    @parameterized.expand([({"ulysses": 4}, "compiled"), ({"ring": 2, "ulysses": 2}, "eager")])
+    @require_torch_accelerators(4)
+    def test_four_gpus(self, degrees, how):
+        self.check_gpus(degrees, how, "p2p")
+
+    def check_gpus(self, degrees: dict[str, int], how: str, rotate_method: str) -> None:
+        world = math.prod(degrees.values())
+        for error, found in run_ranks(world, gpu_worker, degrees, how, rotate_method, device="cuda"):
+            self.assertLessEqual(error, FLOAT32_BAR)
+            self.assertGreater(min(found["Memcpy DtoH"], found["Memcpy HtoD"]), 0, found)
+            self.assertEqual((found["SendRecv"], found["AllGather"]), (0, 0), found)
+
+    @parameterized.expand([(False,), (True,)])
+    @require_torch_multi_accelerator
+    def test_trial(self, mixed_up):
+        for answer, seconds in run_ranks(2, trial_worker, mixed_up, device="cuda"):
+            self.assertEqual(answer, not mixed_up)
+            self.assertLess(seconds, 60)
+
+    @require_torch_multi_accelerator
+    def test_over_fast_links(self):
+        """Not, since they are faster; asked again, the answer is the first one."""
+        if not torch.cuda.can_device_access_peer(0, 1):
+            self.skipTest("GPUs that do not reach each other's memory")
+        for answers in run_ranks(2, fast_links_worker, device="cuda"):
+            self.assertEqual(answers, (False, False))
