@@ -7,7 +7,8 @@ that the receiver's process maps too, and from there into its GPU.
 
 From each rank to each other one there are slots, and for each slot a word, which says whether it is full. The sender
 waits until a slot is empty, fills it, and says so; the receiver waits until it is full, empties it, and says so. What
-is longer goes a slot at a time: one is filled while another is emptied. All slots are empty between calls.
+is longer goes a slot at a time: one is filled while another is emptied. What is for all is filled once, and each has a
+word of its own for it. All slots are empty between calls.
 """
 
 import ctypes
@@ -19,8 +20,8 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,43 +96,59 @@ class HostMemory:
         _register(self, self._shared)
         self._outgoing, self._incoming = Queue(device), Queue(device)
 
-    def _slots(self, source: int, target: int) -> list[tuple[Tensor, Tensor]]:
-        """Bytes and word of each."""
-        slots, words = self._shared[source].split([self.world * SLOTS * SLOT, self.world * SLOTS * _LINE])
-        slots, words = slots.view(self.world, SLOTS, SLOT), words.view(torch.int32).view(self.world, SLOTS, -1)
-        return [(slots[target, index], words[target, index, :1]) for index in range(SLOTS)]
+    def _slot(self, source: int, target: int, index: int) -> Tensor:
+        """Bytes of `source` for `target`, or for all, if that is itself."""
+        return self._shared[source][: self.world * SLOTS * SLOT].view(self.world, SLOTS, SLOT)[target, index]
 
-    def begin(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Callable[[], None]:
-        """Begin to send `parts[i]` [n] to each rank i, and to receive into `into[i]` [n].
+    def _word(self, source: int, target: int, index: int) -> Tensor:
+        """Whether the slot holds something for `target`."""
+        words = self._shared[source][self.world * SLOTS * SLOT :].view(torch.int32)
+        return words.view(self.world, SLOTS, -1)[target, index, :1]
 
-        All ranks of the group call it in the same order.
+    def begin(self, parts: Sequence[Tensor] | Tensor, into: Sequence[Tensor]) -> Callable[[], None]:
+        """Begin to send `parts[i]` [n] to each rank i, or one tensor to all, and to receive into `into[i]` [n].
+
+        This rank's own is copied, unless `into` is empty there. All ranks of the group call it in the same order.
 
         Returns:
             What has the computation wait until both are done.
         """
-        outgoing, incoming = self._outgoing, self._incoming
-        outgoing.after_what_is_computed()
-        incoming.after_what_is_computed()
-        for target in self._others(1):
-            for (slot, word), piece in zip(itertools.cycle(self._slots(self._rank, target)), _pieces(parts[target])):
-                outgoing.wait(word, _EMPTY)
-                outgoing.copy(slot[: piece.numel()], piece)
-                outgoing.write(word, _FULL)
-        for source in self._others(-1):
-            for (slot, word), piece in zip(itertools.cycle(self._slots(source, self._rank)), _pieces(into[source])):
-                incoming.wait(word, _FULL)
-                incoming.copy(piece, slot[: piece.numel()])
-                incoming.write(word, _EMPTY)
-        ends = outgoing.end(), incoming.end()
-        into[self._rank].copy_(parts[self._rank])
+        for_all = isinstance(parts, Tensor)
+        own = parts if for_all else parts[self._rank]
+        for queue in (self._outgoing, self._incoming):
+            queue.after_what_is_computed()
+        after, before = self._others(1), self._others(-1)
+        sends = [(after, self._rank, parts)] if for_all else [([each], each, parts[each]) for each in after]
+        for index, (targets, place, piece) in _in_turn(sends):
+            self._send(piece, targets, place, index)
+        receives = [(each, each if for_all else self._rank, into[each]) for each in before]
+        for index, (source, place, piece) in _in_turn(receives):
+            self._receive(piece, source, place, index)
+        ends = self._outgoing.end(), self._incoming.end()
+        if into[self._rank].numel():
+            into[self._rank].copy_(own)
 
         def wait() -> None:
-            nonlocal parts
+            nonlocal parts, own
             for end in ends:
                 end()
-            parts = None  # which nobody else may have kept
+            parts = own = None  # which nobody else may have kept
 
         return wait
+
+    def _send(self, piece: Tensor, targets: Sequence[int], place: int, index: int) -> None:
+        words = [self._word(self._rank, target, index) for target in targets]
+        for word in words:
+            self._outgoing.wait(word, _EMPTY)
+        self._outgoing.copy(self._slot(self._rank, place, index)[: piece.numel()], piece)
+        for word in words:
+            self._outgoing.write(word, _FULL)
+
+    def _receive(self, piece: Tensor, source: int, place: int, index: int) -> None:
+        word = self._word(source, self._rank, index)
+        self._incoming.wait(word, _FULL)
+        self._incoming.copy(piece, self._slot(source, place, index)[: piece.numel()])
+        self._incoming.write(word, _EMPTY)
 
     def _others(self, direction: int) -> list[int]:
         """The other ranks, from the next one on: whom one sends to first receives from it first."""
@@ -162,11 +179,9 @@ class HostMemory:
         done, begun = torch.cuda.current_stream(self.device).record_event(), time.monotonic()
         while not done.query():
             if time.monotonic() - begun > _PATIENCE:
-                for other in self._others(1):
-                    for _, word in self._slots(self._rank, other):
-                        word.fill_(_EMPTY)
-                    for _, word in self._slots(other, self._rank):
-                        word.fill_(_FULL)
+                for other, index in itertools.product(self._others(1), range(SLOTS)):
+                    self._word(self._rank, other, index).fill_(_EMPTY)
+                    self._word(other, self._rank, index).fill_(_FULL)
             time.sleep(1e-3)
 
 
@@ -204,8 +219,19 @@ def _register(memory: HostMemory, shared: Sequence[Tensor]) -> None:
         weakref.finalize(memory, lambda x: runtime.cudaHostUnregister(x.data_ptr()), each)
 
 
-def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    return x.view(torch.uint8).split(SLOT) if x.numel() else ()
+def _in_turn(messages: Sequence[tuple[Any, int, Tensor]]) -> Iterator[tuple[int, tuple[Any, int, Tensor]]]:
+    """The first piece of each, then the second of each; and the slot that takes it.
+
+    Where a slot is for all, one that is slow to empty it keeps the others waiting. So no rank may wait for all of one
+    message before it has begun with another.
+    """
+    pieces = [
+        [(*where, piece) for piece in x.view(torch.uint8).split(SLOT)] if x.numel() else [] for *where, x in messages
+    ]
+    for turn, of_each in enumerate(itertools.zip_longest(*pieces)):
+        for piece in of_each:
+            if piece is not None:
+                yield turn % SLOTS, piece
 
 
 # Of each group that has tried; None where messages do not go through it.
@@ -267,8 +293,7 @@ def begin_exchange(
 def begin_gather(memory: HostMemory, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Begin to gather `x` [n, ...], contiguous: where it comes to, [ranks x n, ...], and what waits for it."""
     received = x.new_empty(memory.world * x.shape[0], *x.shape[1:])
-    into = [part.flatten() for part in received.chunk(memory.world)]
-    return received, memory.begin([x.flatten()] * memory.world, into)
+    return received, memory.begin(x.flatten(), [part.flatten() for part in received.chunk(memory.world)])
 
 
 def tried(step: Callable[[], T]) -> T | None:

@@ -104,8 +104,8 @@ def reaches_host(axis: Axis) -> bool:
 
 def _is_fast(axis: Axis, memory: HostMemory) -> bool:
     """Whether copies through the host's memory are about as fast as the process group's messages."""
-    sent, received = torch.zeros(2, _BYTES, dtype=torch.uint8, device=axis.device)
-    exchange = memory.captured(sent.tensor_split(axis.size), received.tensor_split(axis.size))
+    sent, received = torch.zeros(2, axis.size, _BYTES // axis.size, dtype=torch.uint8, device=axis.device)
+    exchange = memory.captured(sent.unbind(), received.unbind())
     rates = all_gather_int64(torch.tensor([_rate(axis), _timed(exchange, axis)]), axis).amin(0) / 1e9
     logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rates[1]:.0f} GB/s through the host's memory")
     return bool(rates[1] >= SLOWER * rates[0])

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_map_only
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import collectives, host_memory, links
 from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.beside import send_to_all
 from diffusers_rocm.distributed.collectives import all_gather_int64, all_gather_text
-from diffusers_rocm.distributed.graph_calls import call_of_a_graph
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph, come_to
 from diffusers_rocm.distributed.host_memory import HostMemory, share
 from diffusers_rocm.hooks import step_graph
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
@@ -111,19 +112,17 @@ def exchange_worker() -> list[bool]:
             dist.all_to_all_single(wanted, x, receive, list(send), group=axis.group)
             y = randn(5, 7, seed=turn + 100 * axis.rank)
             dist.all_gather(list(stacked.unbind()), y, group=axis.group)
-            waiting.append((host_memory.begin_exchange(memory, x, receive, send), wanted))
-            waiting.append((host_memory.begin_gather(memory, y), stacked.flatten(0, 1)))
-            if turn % 2:
+            waiting.append((come_to(*host_memory.begin_exchange(memory, x, receive, send)), wanted))
+            waiting.append((come_to(*host_memory.begin_gather(memory, y)), stacked.flatten(0, 1)))
+            with call_of_a_graph(captured=True):
+                others = send_to_all(y.flatten(), [y.numel()] * 3, axis.rank, axis.group.group_name)
+            waiting.append((others, torch.cat([*stacked[: axis.rank], *stacked[axis.rank + 1 :]]).flatten()))
+            if turn % 2 or turn == 6:
                 time.sleep(0.01 * axis.rank)
-                for (received, wait), expected in waiting:
-                    wait()
-                    found.append(torch.equal(received, expected))
+                found += [torch.equal(arrive(), expected) for arrive, expected in waiting]
                 waiting = []
-        for (_, wait), _ in waiting:
-            wait()
-        words = [word for other in (1, 2) for _, word in memory._slots(axis.rank, (axis.rank + other) % 3)]
         dist.barrier()
-        found.append(not any(map(int, words)))
+        found.append(not any(memory._word(axis.rank, other, index) for other in range(3) for index in range(2)))
     return found
 
 
@@ -256,7 +255,7 @@ BOTH = [(f"{name}, {how}", degrees, how, method) for name, degrees, method in ME
 class TestHostMemory(unittest.TestCase):
     def test_exchange(self):
         for found in run_ranks(3, exchange_worker):
-            self.assertEqual(found, [True] * 13)
+            self.assertEqual(found, [True] * (3 * 7 + 1))
 
     @parameterized.expand(["", "make_file", "_register", "works", "works not", "slow", "room"])
     def test_share(self, failing):
