@@ -257,9 +257,10 @@ def share(
     """
     if group.group_name in _memories:
         return _memories[group.group_name] is not None
-    file = tried(lambda: make_file(group.size()))
-    files = of_all(file or "")
-    memory = tried(lambda: HostMemory(files, group.rank(), device)) if all(files) else None
+    file, memory = tried(lambda: make_file(group.size())), None
+    if on_all(file is not None):
+        files = of_all(file)
+        memory = tried(lambda: HostMemory(files, group.rank(), device))
     reached = on_all(memory is not None)
     if file is not None:
         os.unlink(file)

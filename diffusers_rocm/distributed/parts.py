@@ -1,15 +1,12 @@
 """The sum of what all ranks made a part of, in one pass where torch's own reduction takes twice as long."""
 
 import functools
-import importlib.util
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-
-logger = logging.getLogger(__name__)
+from .triton_kernels import kernel_if_right
 
 
 def sum_parts(parts: Tensor) -> Tensor:
@@ -21,17 +18,13 @@ def sum_parts(parts: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel_for(device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """The kernel, where Triton is there, can compile it, and then computes the same."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
+    def load() -> Callable[[Tensor], Tensor]:
         from .parts_triton import sum_parts
 
+        return sum_parts
+
+    def is_right(kernel: Callable[[Tensor], Tensor]) -> bool:
         parts = torch.linspace(-1, 1, 3 * 5, device=device).view(3, 5)
-        if torch.allclose(sum_parts(parts), parts.sum(0), atol=1e-5):
-            return sum_parts
-        reason = "Triton's kernel is wrong here"
-    except Exception as error:  # it needs a C compiler
-        reason = f"Triton cannot compile: {error}"
-    logger.warning(f"parts are summed by torch's operations, since {reason}")
-    return None
+        return torch.allclose(kernel(parts), parts.sum(0), atol=1e-5)
+
+    return kernel_if_right(load, is_right, "parts are summed")

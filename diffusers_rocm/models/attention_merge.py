@@ -1,15 +1,12 @@
 """Attention over two sets of keys, from attention over each, merged by their log-sum-exp."""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 
 import torch
-from diffusers.utils import logging
 from torch import Tensor
 
-
-logger = logging.get_logger(__name__)
+from ..distributed.triton_kernels import kernel_if_right
 
 
 def merge(
@@ -44,23 +41,21 @@ def _merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, into: 
 
 @functools.cache
 def _kernel_for(device: torch.device) -> Callable[..., Tensor] | None:
-    """One kernel in place of torch's operations, where Triton is there, can compile it, and then computes the same."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
+    """One kernel in place of torch's operations."""
+
+    def load() -> Callable[..., Tensor]:
         from .attention_merge_triton import merge_rows
 
+        return merge_rows
+
+    def is_right(kernel: Callable[..., Tensor]) -> bool:
         parts = torch.linspace(-1, 1, 2 * 4 * 16, device=device).view(2, 1, 4, 1, 16)
         none = -torch.inf
         lses = torch.tensor([[0, 1, none, none], [2, -1, 1, none]], device=device).view(2, 1, 4, 1)
         answers = []
-        for each in (merge_rows, _merge_rows):
+        for each in (kernel, _merge_rows):
             into = torch.empty_like(parts[0])
             answers.append((into, each(parts[0].clone(), lses[0], parts[1], lses[1], into)))
-    except Exception as error:  # it needs a C compiler
-        logger.warning(f"attention's parts are merged by torch's operations, since Triton cannot compile: {error}")
-        return None
-    if not all(torch.allclose(found, wanted, atol=1e-5) for found, wanted in zip(*answers, strict=True)):
-        logger.warning("attention's parts are merged by torch's operations, since Triton's kernel is wrong here")
-        return None
-    return merge_rows
+        return all(torch.allclose(found, wanted, atol=1e-5) for found, wanted in zip(*answers, strict=True))
+
+    return kernel_if_right(load, is_right, "attention's parts are merged")
