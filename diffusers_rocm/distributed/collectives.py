@@ -108,7 +108,8 @@ def _start_exchange(
 ) -> Callable[[], torch.Tensor]:
     """`start_exchange`, exact, by the process group."""
     own, other = axis.rank, 1 - axis.rank
-    if goes_by_gather(axis) and send[other] == receive[other]:
+    copied = not torch.compiler.is_compiling() and of_captured_call(axis.group.group_name) is not None
+    if not copied and goes_by_gather(axis) and send[other] == receive[other]:
         parts = x.split(send)
         gather = _start_gather(parts[other], axis)
 

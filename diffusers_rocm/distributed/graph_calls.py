@@ -65,7 +65,7 @@ def current_call() -> Call | None:
 
 @contextlib.contextmanager
 def call_of_a_graph(captured: bool) -> Iterator[None]:
-    """Around a call of a model: captured, its messages go by copies; before it is, places are made for them.
+    """Around a call of a model: captured, its messages go by copies, if they can; before it is, places are made.
 
     All ranks of a group call it alike, at least once before they capture.
     """

@@ -8,7 +8,10 @@ that the receiver's process maps too, and from there into its GPU.
 From each rank to each other one there are slots, and for each slot a word, which says whether it is full. The sender
 waits until a slot is empty, fills it, and says so; the receiver waits until it is full, empties it, and says so. What
 is longer goes a slot at a time: one is filled while another is emptied. What is for all is filled once, and each has a
-word of its own for it. All slots are empty between calls.
+word of its own for it. Every message begins with the first slot.
+
+A stream waits without end. Where a rank fails in the middle of a step the others wait until they are stopped, as they
+do in kernels of NCCL that a graph has captured.
 """
 
 import ctypes
@@ -34,7 +37,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Between two ranks so many slots of so many bytes: as much is on its way at once.
+# Between each two ranks, in each direction, two slots of 2 MiB.
 SLOTS, SLOT = 2, 2 << 20
 
 # Of a word, which has a line of the caches for itself: different GPUs write them.
@@ -42,7 +45,7 @@ _LINE = 64
 
 _EMPTY, _FULL = 0, 1
 
-# Of processes of one host; others see no file there. So many bytes of it are left to NCCL, whose groups connect late.
+# Where processes of one host share files. NCCL, whose groups connect late, needs some of it, too: so much is left.
 _FOLDER, _LEFT = "/dev/shm", 256 << 20
 
 # Seconds that the trial waits for other ranks.
@@ -90,7 +93,9 @@ class HostMemory:
     """Slots between this rank of a group and each other one."""
 
     def __init__(self, files: Sequence[str], rank: int, device: torch.device):
-        """`files`: one of each rank, as `make_file` makes it. Raises RuntimeError where a file cannot be mapped."""
+        """`files`: one of each rank, as `make_file` makes it. Raises OSError, RuntimeError: one cannot be mapped."""
+        for file in files:
+            os.stat(file)  # torch makes one that is not there
         self.world, self.device, self._rank = len(files), device, rank
         self._shared = [torch.from_file(file, True, _size(self.world), dtype=torch.uint8) for file in files]
         _register(self, self._shared)
@@ -158,8 +163,8 @@ class HostMemory:
         """Whether what this rank is sent in a graph comes; all of them call it."""
         x = torch.arange(self.world * (SLOTS * SLOT // 8 + 1), device=self.device).view(self.world, -1)
         wanted = x[self._rank] + torch.arange(self.world, device=self.device)[:, None]
-        received, answers = torch.empty_like(x), []
-        exchange = self.captured((x + self._rank).unbind(), received.unbind())
+        sent, received, answers = x + self._rank, torch.empty_like(x), []
+        exchange = self.captured(sent.unbind(), received.unbind())
         for _ in range(2):
             received.zero_()
             exchange()
@@ -168,9 +173,9 @@ class HostMemory:
         return all(answers)
 
     def captured(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> Callable[[], None]:
-        """What sends so, and receives, whenever it is called: a graph of it."""
+        """What sends so, and receives, whenever it is called: a graph of it. The caller keeps `parts` and `into`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.begin(parts, into)()
         return graph.replay
 
@@ -216,7 +221,8 @@ def _register(memory: HostMemory, shared: Sequence[Tensor]) -> None:
         code = int(runtime.cudaHostRegister(each.data_ptr(), each.nbytes, 0))
         if code:
             raise RuntimeError(f"cudaHostRegister answers {code}")
-        weakref.finalize(memory, lambda x: runtime.cudaHostUnregister(x.data_ptr()), each)
+        end = weakref.finalize(memory, lambda x: runtime.cudaHostUnregister(x.data_ptr()), each)
+        end.atexit = False  # when all goes; a GPU that still waits would keep the process
 
 
 def _in_turn(messages: Sequence[tuple[Any, int, Tensor]]) -> Iterator[tuple[int, tuple[Any, int, Tensor]]]:
@@ -264,7 +270,10 @@ def share(
     reached = on_all(memory is not None)
     if file is not None:
         os.unlink(file)
-    reached = reached and on_all(tried(memory.works) is True) and is_fast(memory)
+    reached = reached and on_all(tried(memory.works) is True)
+    if memory is not None and not reached:
+        logger.info("copies through the host's memory do not work on all ranks")
+    reached = reached and is_fast(memory)
     _memories[group.group_name] = memory if reached else None
     return reached
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .axis import Axis
 from .choices import multiprocessors
 from .collectives import all_gather_int64, all_gather_text, on_all_ranks
-from .host_memory import HostMemory, share
+from .host_memory import HostMemory, share, tried
 from .peer_memory import can_fetch
 
 
@@ -42,7 +42,8 @@ def links_are_slow(axis: Axis) -> bool:
         return False
     slowest = all_gather_int64(torch.tensor([_rate(axis)]), axis).min().item()
     rate = f"{slowest / 1e9:.0f} GB/s from each" if slowest else "what the host can"
-    so = "they go beside what is computed" if slowest < FAST else "they go by themselves"
+    beside = slowest < FAST and axis.name != "tp"  # whose sums are waited for
+    so = "they go beside what is computed" if beside else "they go by themselves"
     if axis.name == "ulysses" and axis.size == 2 and 0 < slowest < FAST:
         so += ", by a gather"
     logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rate}: {so}")
@@ -58,7 +59,7 @@ def _rate(axis: Axis) -> int:
 
 
 def _timed(exchange: Callable[[], object], axis: Axis) -> int:
-    """Bytes a second, where each rank sends every other one its part of so many."""
+    """Bytes a second that this rank sends to the others, by an `exchange` of `_BYTES`, a part for each rank."""
     module, best = torch.get_device_module(axis.device), float("inf")
     for _ in range(_TRIES):
         begin, end = (module.Event(enable_timing=True) for _ in range(2))
@@ -104,9 +105,16 @@ def reaches_host(axis: Axis) -> bool:
 
 def _is_fast(axis: Axis, memory: HostMemory) -> bool:
     """Whether copies through the host's memory are about as fast as the process group's messages."""
-    sent, received = torch.zeros(2, axis.size, _BYTES // axis.size, dtype=torch.uint8, device=axis.device)
-    exchange = memory.captured(sent.unbind(), received.unbind())
-    rates = all_gather_int64(torch.tensor([_rate(axis), _timed(exchange, axis)]), axis).amin(0) / 1e9
+
+    def prepare() -> tuple[Callable[[], object], ...]:
+        sent, received = torch.zeros(2, axis.size, _BYTES // axis.size, dtype=torch.uint8, device=axis.device)
+        replay = memory.captured(sent.unbind(), received.unbind())
+        return lambda: dist.all_to_all_single(received, sent, group=axis.group), replay
+
+    ways = tried(prepare)
+    if not on_all_ranks(ways is not None, axis):
+        return False
+    rates = all_gather_int64(torch.tensor([_timed(exchange, axis) for exchange in ways]), axis).amin(0) / 1e9
     logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rates[1]:.0f} GB/s through the host's memory")
     return bool(rates[1] >= SLOWER * rates[0])
 

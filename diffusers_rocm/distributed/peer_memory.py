@@ -186,7 +186,7 @@ def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place 
     made = tried(lambda: symmetric.empty(size, dtype=torch.uint8, device=device))
     counts = _numbers_of_all(-1 if made is None else _shared, device, group)
     if -1 not in counts and len(set(counts)) > 1:
-        caught_up = tried(lambda: _share_alone(max(counts) - _shared, device))
+        caught_up = _shared == max(counts) or tried(lambda: _share_alone(max(counts) - _shared, device))
         counts = _numbers_of_all(_shared if caught_up else -1, device, group)
     if -1 in counts:
         return None
@@ -206,10 +206,12 @@ def _share_alone(times: int, device: torch.device) -> bool:
     global _shared
     timeout = timedelta(minutes=1)
     alone = dist.new_group([dist.get_rank()], timeout, "gloo", use_local_synchronization=True)
-    for _ in range(times):
-        symmetric.rendezvous(symmetric.empty(1, dtype=torch.uint8, device=device), alone.group_name)
-        _shared += 1
-    dist.destroy_process_group(alone)
+    try:
+        for _ in range(times):
+            symmetric.rendezvous(symmetric.empty(1, dtype=torch.uint8, device=device), alone.group_name)
+            _shared += 1
+    finally:
+        dist.destroy_process_group(alone)
     return True
 
 

@@ -56,11 +56,12 @@ def wrap_destroy_process_group(original: Callable) -> Callable:
     @functools.wraps(original)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         last = group is None or group == dist.group.WORLD
-        for graph in _graphs:
-            if last or graph.sends_over(group):
-                graph.forget()
-        for forget in (forget_places, host_memory.forget):
-            forget(None if last else group)
+        if last or isinstance(group, dist.ProcessGroup):  # of which this rank is
+            for graph in _graphs:
+                if last or graph.sends_over(group):
+                    graph.forget()
+            for forget in (forget_places, host_memory.forget):
+                forget(None if last else group)
         original(group)
 
     return destroy_process_group
@@ -81,7 +82,7 @@ class _Kind:
 class StepGraph(AroundCall):
     """Hangs on a model, innermost: what ranks compare and exchange around its call stays outside of the graph.
 
-    All ranks hang it alike: they try whether Ulysses' messages can go by copies, which they do from then on. Blocks
+    All ranks hang it alike: they try whether messages can go by copies, which they do from then on. Blocks
     are compiled after, not before. Calls that require gradients run as ever. Another kind of call has a graph of its
     own; when a weight lies elsewhere than before, or modules are others, all graphs are made anew.
 

@@ -219,7 +219,7 @@ def wrap_enable_parallelism(original: Callable) -> Callable:
             cp_plan: for context parallelism, where sequences are split: a ContextParallelPlan, or the format of
                 diffusers' `_cp_plan`; by default the plan of the class.
 
-        With split sequences on GPUs the links are timed, by some all-to-alls of 64 MiB.
+        On GPUs the links of ranks that share a forward are timed, by some all-to-alls of 64 MiB.
 
         Raises:
             ValueError: the model or the config cannot be had; nothing is changed then.

@@ -109,7 +109,7 @@ def rehearse(
     Args:
         degrees: ranks by axis; dp and cfg, which only repeat a forward, are left to the caller.
         config: what differs from the published model.
-        slow_links: between the ranks of the Ulysses axis, which then hide what they send.
+        slow_links: between the ranks, who then hide what they send where they can.
         busy: what keeps the GPU so.
 
     Raises:

@@ -1,13 +1,14 @@
 """Messages by copies through the host's memory; on a CPU threads stand in for streams that copy and wait."""
 
 import contextlib
-import glob
 import math
+import os
 import queue
 import threading
 import time
 import unittest
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,10 +21,11 @@ from torch.utils._pytree import tree_map_only
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import collectives, host_memory, links
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.beside import send_to_all
+from diffusers_rocm.distributed.beside import begin_compiled_gather, begin_exchange, send_to_all
 from diffusers_rocm.distributed.collectives import all_gather_int64, all_gather_text
 from diffusers_rocm.distributed.graph_calls import call_of_a_graph, come_to
 from diffusers_rocm.distributed.host_memory import HostMemory, share
+from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks import step_graph
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
@@ -40,7 +42,7 @@ class Thread:
 
     def __init__(self, device: torch.device):
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._late = 1e-4 * (1 + dist.get_rank())
+        self.late = 1e-4 * (1 + dist.get_rank())
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -61,7 +63,7 @@ class Thread:
         self._tasks.put(lambda: word.fill_(value))
 
     def copy(self, into: Tensor, x: Tensor) -> None:
-        self._tasks.put(lambda: (time.sleep(self._late), into.copy_(x)))
+        self._tasks.put(lambda: (time.sleep(self.late), into.copy_(x)))
 
     def end(self) -> Callable[[], None]:
         done = threading.Event()
@@ -99,11 +101,12 @@ COUNTS = ((8, 0, 64), (200, 8, 0), (72, 640, 1))
 
 def exchange_worker() -> list[bool]:
     """Whether messages are as the process group brings them: alone, and more of them on their way at once."""
-    axis, found, waiting = Axis.of_all(), [], []
+    axis, found, waiting, sent = Axis.of_all(), [], [], []
     with on_a_cpu():
         assert share_on(axis) and share_on(axis)
         memory, outside = host_memory._memories[axis.group.group_name], host_memory.of_captured_call("0")
         assert outside is None
+        memory._outgoing.late = 2e-3 * (axis.rank == 0)
         for turn in range(7):
             counts = [row[turn % 3 :] + row[: turn % 3] for row in COUNTS]
             send, receive = counts[axis.rank], [row[axis.rank] for row in counts]
@@ -117,18 +120,53 @@ def exchange_worker() -> list[bool]:
             with call_of_a_graph(captured=True):
                 others = send_to_all(y.flatten(), [y.numel()] * 3, axis.rank, axis.group.group_name)
             waiting.append((others, torch.cat([*stacked[: axis.rank], *stacked[axis.rank + 1 :]]).flatten()))
+            sent += [x, y]
             if turn % 2 or turn == 6:
                 time.sleep(0.01 * axis.rank)
                 found += [torch.equal(arrive(), expected) for arrive, expected in waiting]
-                waiting = []
+                for each in sent:  # is the sender's again
+                    each.zero_()
+                waiting, sent = [], []
         dist.barrier()
         found.append(not any(memory._word(axis.rank, other, index) for other in range(3) for index in range(2)))
     return found
 
 
+@torch.no_grad()
+def compiled_worker() -> list[bool]:
+    """Whether messages of compiled code, of other sizes on each rank and two at once, are what was sent."""
+    axis, counts, found = Axis.of_all(), COUNTS, []
+    send, receive = list(counts[axis.rank]), [row[axis.rank] for row in counts]
+
+    def two_messages(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = (begin_exchange(each, send, receive, axis.group) for each in (2 * x, x + 1))
+        gathered = begin_compiled_gather(x[:5], axis.group)
+        return first(), second() * 2, gathered()
+
+    compiled = torch.compile(two_messages, fullgraph=True, options=HIDE_MESSAGES)
+    with on_a_cpu():
+        assert share_on(axis)
+        begin = mock.Mock(side_effect=host_memory._memories[axis.group.group_name].begin)
+        host_memory._memories[axis.group.group_name].begin = begin
+        for turn in range(4):
+            every = [randn(sum(row), seed=10 * turn + rank) for rank, row in enumerate(counts)]
+            wanted = torch.cat([x.split(list(row))[axis.rank] for x, row in zip(every, counts, strict=True)])
+            with call_of_a_graph(captured=turn > 0):
+                answers = compiled(every[axis.rank])
+            expected = 2 * wanted, (wanted + 1) * 2, torch.cat([x[:5] for x in every])
+            found += map(torch.equal, answers, expected)
+            found.append(begin.call_count == 3 * turn)
+    return found
+
+
 def share_worker(failing: str) -> tuple[bool, int, list[str]]:
-    """Whether memory is shared where something fails on one rank; of how many groups; and files that are left."""
-    axis = Axis.of_all()
+    """Whether memory is shared where something fails on one rank, of two groups; how many forget it when one is no
+    more; and files that are left."""
+    axis, files, make = Axis.of_all(), [], host_memory.make_file
+
+    def noted(world: int) -> str:
+        files.append(make(world))
+        return files[-1]
 
     def fails(*_: Any) -> None:
         raise OSError("no space\nleft")
@@ -142,15 +180,14 @@ def share_worker(failing: str) -> tuple[bool, int, list[str]]:
         broken = mock.patch(f"{__name__}.FAST", False)
     elif axis.rank == 1 and failing:
         broken = mock.patch.object(HostMemory, "works", fails if failing == "works" else lambda _: False)
-    with on_a_cpu(), broken:
-        answer = share_on(axis)
+    group = dist.new_group([0, 1])
+    with on_a_cpu(), mock.patch.object(host_memory, "make_file", noted), broken:
+        answer = share_on(axis), share_on(replace(axis, group=group))
         count = len([*filter(None, host_memory._memories.values())])
+        dist.destroy_process_group(group)
+        count -= len([*filter(None, host_memory._memories.values())])
         dist.barrier()
-        left = [file for file in glob.glob("/dev/shm/tmp*") if file not in BEFORE]
-    return answer, count, left
-
-
-BEFORE = frozenset(glob.glob("/dev/shm/tmp*"))
+    return answer, count, [*filter(os.path.exists, files)]
 
 
 @torch.no_grad()
@@ -257,10 +294,14 @@ class TestHostMemory(unittest.TestCase):
         for found in run_ranks(3, exchange_worker):
             self.assertEqual(found, [True] * (3 * 7 + 1))
 
+    def test_compiled(self):
+        for found in run_ranks(3, compiled_worker):
+            self.assertEqual(found, [True] * 16)
+
     @parameterized.expand(["", "make_file", "_register", "works", "works not", "slow", "room"])
     def test_share(self, failing):
         for answer, count, left in run_ranks(2, share_worker, failing):
-            self.assertEqual((answer, count, left), (not failing, int(not failing), []))
+            self.assertEqual((answer, count, left), ((not failing,) * 2, int(not failing), []))
 
     def test_of_captured_calls_alone(self):
         memory = object()
@@ -300,7 +341,8 @@ class TestHostMemory(unittest.TestCase):
         for error, found in run_ranks(world, gpu_worker, degrees, how, rotate_method, device="cuda"):
             self.assertLessEqual(error, FLOAT32_BAR)
             self.assertGreater(min(found["Memcpy DtoH"], found["Memcpy HtoD"]), 0, found)
-            self.assertEqual((found["SendRecv"], found["AllGather"]), (0, 0), found)
+            # Of two axes the answer, and modulation, are gathered by groups of both.
+            self.assertEqual((found["SendRecv"], found["AllGather"]), (0, 2 * (len(degrees) - 1)), found)
 
     @parameterized.expand([(False,), (True,)])
     @require_torch_multi_accelerator

@@ -77,6 +77,7 @@ class TestLinks(unittest.TestCase):
             ("ulysses", 4, 50e9, "beside what is computed"),
             ("ring", 2, 50e9, "beside what is computed"),
             ("ulysses", 2, 300e9, "by themselves"),
+            ("tp", 2, 50e9, "by themselves"),
             ("ulysses", 2, 0, "beside what is computed"),  # a CPU's
         ]
     )
@@ -85,6 +86,15 @@ class TestLinks(unittest.TestCase):
         with mock.patch.multiple(links, **found), self.assertLogs(links.logger, "INFO") as logs:
             links_are_slow(replace(Axis.single(name), size=size))
         assert logs.output[0].endswith(f": they go {said}"), logs.output
+
+    @parameterized.expand([(25, 33, True), (25, 21, True), (25, 19, False), (240, 33, False)])
+    def test_what_the_host_is_taken_for(self, by_group, by_copies, wanted):
+        """Copies may be slower than the process group by a fifth."""
+        rates, memory = iter([int(by_group * 1e9), int(by_copies * 1e9)]), mock.Mock()
+        with mock.patch.object(links, "_timed", lambda *_: next(rates)):
+            assert links._is_fast(Axis.single("ulysses"), memory) == wanted
+        memory.captured.side_effect = RuntimeError("no memory")
+        assert not links._is_fast(Axis.single("ulysses"), memory)
 
     def test_whose_memory_is_reached(self):
         """That of NVIDIA's GPUs of one host, of which no two ranks have the same, and each reaches the others."""
