@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import queue
+import tempfile
 import threading
 import time
 import unittest
@@ -302,6 +303,11 @@ class TestHostMemory(unittest.TestCase):
     def test_share(self, failing):
         for answer, count, left in run_ranks(2, share_worker, failing):
             self.assertEqual((answer, count, left), ((not failing,) * 2, int(not failing), []))
+
+    def test_a_file_of_another_container(self):
+        """torch would make it, and share it with nobody."""
+        with on_a_cpu(), tempfile.TemporaryDirectory() as folder, self.assertRaises(FileNotFoundError):
+            HostMemory([f"{folder}/first", f"{folder}/second"], 0, torch.device("cpu"))
 
     def test_of_captured_calls_alone(self):
         memory = object()
