@@ -3,12 +3,18 @@
 Groups of elements that lie next to each other are integers times a scale, which goes with them in float32. float8
 takes as many bytes and rounds more coarsely (tests/distributed/test_compression.py). What is not finite makes its
 whole group NaN, and is seen where it arrives. With gradients nothing is lossy.
+
+Compiled code has it as operations that the compiler joins with what is around; else it is a kernel of Triton's each
+way, where that is right, and operations of torch's, of which there are ten, where it is not.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from .triton_kernels import kernel_if_right
 
 
 EXACT = "exact"
@@ -26,6 +32,9 @@ def compressed_size(count: int) -> int:
 
 def compress(x: Tensor) -> Tensor:
     """`x` [n] in 8 bits: [compressed_size(n)] uint8, each group of elements with its scale after it."""
+    kernels = _kernels_for(x)
+    if kernels is not None:
+        return kernels[0](x)
     groups = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP).float()
     scale = groups.abs().amax(1) / 127
     values = (groups / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
@@ -36,6 +45,9 @@ def compress(x: Tensor) -> Tensor:
 
 def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The `count` elements that were compressed to `records`, in `dtype`."""
+    kernels = _kernels_for(records)
+    if kernels is not None:
+        return kernels[1](records, records.new_empty(count, dtype=dtype))
     words = records.view(torch.int32).view(-1, RECORD // 4)
     scale = words[:, -1:].view(torch.float32)
     x = (words[:, :-1].view(torch.int8) * scale).flatten().to(dtype)
@@ -56,3 +68,37 @@ def decompress_parts(records: Tensor, counts: Sequence[int], dtype: torch.dtype)
         return decompress(records, sum(counts), dtype)
     parts = zip(records.split([compressed_size(count) for count in counts]), counts, strict=True)
     return torch.cat([decompress(part, count, dtype) for part, count in parts])
+
+
+def decompress_into(x: Tensor, records: Tensor) -> None:
+    """Put into `x` [...], contiguous, what was compressed to `records`."""
+    kernels = _kernels_for(records)
+    if kernels is not None:
+        kernels[1](records, x)
+    else:
+        x.copy_(decompress(records, x.numel(), x.dtype).view_as(x))
+
+
+_Kernels = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+
+def _kernels_for(x: Tensor) -> _Kernels | None:
+    return None if torch.compiler.is_compiling() or x.device.type != "cuda" else _kernels_of(x.device)
+
+
+@functools.cache
+def _kernels_of(device: torch.device) -> _Kernels | None:
+    def load() -> _Kernels:
+        from .compression_triton import compress, decompress
+
+        return compress, decompress
+
+    def are_right(kernels: _Kernels) -> bool:
+        x = torch.linspace(-3, 5, 5 * GROUP - 7, device=device)
+        x[0] = torch.nan
+        records = kernels[0](x)
+        y = kernels[1](records, torch.empty_like(x))
+        rest = (y - x)[GROUP:].abs()
+        return bool(y[:GROUP].isnan().all()) and bool((rest <= 0.51 * 5 / 127).all())
+
+    return kernel_if_right(load, are_right, "activations are compressed")

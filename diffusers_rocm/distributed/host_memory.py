@@ -7,8 +7,8 @@ that the receiver's process maps too, and from there into its GPU.
 
 From each rank to each other one there are slots, and for each slot a word, which says whether it is full. The sender
 waits until a slot is empty, fills it, and says so; the receiver waits until it is full, empties it, and says so. What
-is longer goes a slot at a time: one is filled while another is emptied. What is for all is filled once, and each has a
-word of its own for it. Every message begins with the first slot.
+is longer goes a slot at a time: some are filled while others are emptied. What is for all is filled once, and each has
+a word of its own for it. Slots are taken in turn, on both sides alike.
 
 A stream waits without end. Where a rank fails in the middle of a step the others wait until they are stopped, as they
 do in kernels of NCCL that a graph has captured.
@@ -23,8 +23,8 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,16 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Between each two ranks, in each direction, two slots of 2 MiB.
-SLOTS, SLOT = 2, 2 << 20
+# Between each two ranks, in each direction, four slots of 2 MiB.
+SLOTS, SLOT = 4, 2 << 20
 
 # Of a word, which has a line of the caches for itself: different GPUs write them.
 _LINE = 64
 
 _EMPTY, _FULL = 0, 1
+
+# Operations of `cuStreamBatchMemOp`, and their flags: wait until it is equal, and write when all before is done.
+_WAIT, _WRITE = (1, 1), (2, 0)
 
 # Where processes of one host share files. NCCL, whose groups connect late, needs some of it, too: so much is left.
 _FOLDER, _LEFT = "/dev/shm", 256 << 20
@@ -52,36 +55,59 @@ _FOLDER, _LEFT = "/dev/shm", 256 << 20
 _PATIENCE = 20.0
 
 
+class _WordOperation(ctypes.Structure):
+    """CUDA's `CUstreamBatchMemOpParams`."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("more", ctypes.c_uint64),
+    )
+
+
 class Queue:
-    """A stream of copies out of the host's memory, or into it, that waits for words of it."""
+    """A stream of copies out of the host's memory, or into it, that waits for words of it.
+
+    What is done with words between two copies is one step of the stream: a copy engine has nothing to do meanwhile.
+    """
 
     def __init__(self, device: torch.device):
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
+        self._words: list[_WordOperation] = []
 
     def after_what_is_computed(self) -> None:
+        self._do_words()
         self._stream.wait_stream(self._module.current_stream(self._stream.device))
 
     def wait(self, word: Tensor, value: int) -> None:
-        self._call("cuStreamWaitValue32_v2", word, value, 1)  # until it is equal
+        self._words.append(_WordOperation(_WAIT[0], word.data_ptr(), value, _WAIT[1]))
 
     def write(self, word: Tensor, value: int) -> None:
-        self._call("cuStreamWriteValue32_v2", word, value, 0)  # when all before is done, for all to see
+        self._words.append(_WordOperation(_WRITE[0], word.data_ptr(), value, _WRITE[1]))
 
     def copy(self, into: Tensor, x: Tensor) -> None:
+        self._do_words()
         with self._module.stream(self._stream):
             into.copy_(x, non_blocking=True)
 
     def end(self) -> Callable[[], None]:
         """What has the computation wait for all that is queued now."""
+        self._do_words()
         event = self._stream.record_event()
         return lambda: self._module.current_stream(self._stream.device).wait_event(event)
 
-    def _call(self, name: str, word: Tensor, value: int, flags: int) -> None:
-        stream, address = ctypes.c_void_p(self._stream.cuda_stream), ctypes.c_void_p(word.data_ptr())
-        code = getattr(_driver(), name)(stream, address, ctypes.c_uint32(value), ctypes.c_uint32(flags))
+    def _do_words(self) -> None:
+        count, self._words, words = len(self._words), [], self._words
+        if not count:
+            return
+        batch = (_WordOperation * count)(*words)
+        code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(self._stream.cuda_stream), count, batch, 0)
         if code:
-            raise RuntimeError(f"{name} of CUDA's driver answers {code}")
+            raise RuntimeError(f"cuStreamBatchMemOp of CUDA's driver answers {code}")
 
 
 @functools.cache
@@ -96,10 +122,15 @@ class HostMemory:
         """`files`: one of each rank, as `make_file` makes it. Raises OSError, RuntimeError: one cannot be mapped."""
         for file in files:
             os.stat(file)  # torch makes one that is not there
-        self.world, self.device, self._rank = len(files), device, rank
+        self.world, self.device, self.rank = len(files), device, rank
         self._shared = [torch.from_file(file, True, _size(self.world), dtype=torch.uint8) for file in files]
         _register(self, self._shared)
         self._outgoing, self._incoming = Queue(device), Queue(device)
+        # The other ranks, from the next one on: whom one sends to first receives from it first.
+        self.targets = [(rank + step) % self.world for step in range(1, self.world)]
+        self.sources = [(rank - step) % self.world for step in range(1, self.world)]
+        # Of each source and place, the slot that comes next.
+        self._next: dict[tuple[int, int], int] = {}
 
     def _slot(self, source: int, target: int, index: int) -> Tensor:
         """Bytes of `source` for `target`, or for all, if that is itself."""
@@ -110,60 +141,95 @@ class HostMemory:
         words = self._shared[source][self.world * SLOTS * SLOT :].view(torch.int32)
         return words.view(self.world, SLOTS, -1)[target, index, :1]
 
-    def begin(self, parts: Sequence[Tensor] | Tensor, into: Sequence[Tensor]) -> Callable[[], None]:
+    def begin(self, parts: Sequence[Tensor] | Tensor, into: Sequence[Tensor]) -> Callable[..., None]:
         """Begin to send `parts[i]` [n] to each rank i, or one tensor to all, and to receive into `into[i]` [n].
 
         This rank's own is copied, unless `into` is empty there. All ranks of the group call it in the same order.
 
         Returns:
-            What has the computation wait until both are done.
+            What has the computation wait until both are done; given a rank, until what it sends has come.
         """
         for_all = isinstance(parts, Tensor)
-        own = parts if for_all else parts[self._rank]
-        for queue in (self._outgoing, self._incoming):
-            queue.after_what_is_computed()
-        after, before = self._others(1), self._others(-1)
-        sends = [(after, self._rank, parts)] if for_all else [([each], each, parts[each]) for each in after]
-        for index, (targets, place, piece) in _in_turn(sends):
-            self._send(piece, targets, place, index)
-        receives = [(each, each if for_all else self._rank, into[each]) for each in before]
-        for index, (source, place, piece) in _in_turn(receives):
-            self._receive(piece, source, place, index)
-        ends = self._outgoing.end(), self._incoming.end()
-        if into[self._rank].numel():
-            into[self._rank].copy_(own)
+        own = parts if for_all else parts[self.rank]
+        arrive = self.receive(into, for_all)
+        if for_all:
+            self.send(parts, self.rank)
+        else:
+            for target in self.targets:
+                self.send(parts[target], target)
+        end = self.sent()
+        if into[self.rank].numel():
+            into[self.rank].copy_(own)
 
-        def wait() -> None:
+        def wait(source: int | None = None) -> None:
             nonlocal parts, own
-            for end in ends:
+            arrive(source)
+            if source is None:
                 end()
-            parts = own = None  # which nobody else may have kept
+                parts = own = None  # which nobody else may have kept
 
         return wait
 
-    def _send(self, piece: Tensor, targets: Sequence[int], place: int, index: int) -> None:
-        words = [self._word(self._rank, target, index) for target in targets]
+    def send(self, x: Tensor, target: int) -> None:
+        """Begin to send `x` [n], which the caller keeps until it is `sent`, to a rank, or to all, if that is this one.
+
+        Ranks send to their `targets` in that order, whatever is for each, and then to all again.
+        """
+        self._outgoing.after_what_is_computed()
+        targets = self.targets if target == self.rank else [target]
+        for piece in _pieces(x):
+            self._fill(targets, target, piece)
+
+    def sent(self) -> Callable[[], None]:
+        """What has the computation wait until all is sent that is now being sent."""
+        return self._outgoing.end()
+
+    def receive(self, into: Sequence[Tensor], for_all: bool) -> Callable[..., None]:
+        """Begin to receive into `into[i]` [n] what each other rank i sends, to this rank or to all.
+
+        Returns:
+            What has the computation wait until all has come; given a rank, until what it sends has.
+        """
+        self._incoming.after_what_is_computed()
+        pieces, ends = {source: _pieces(into[source]) for source in self.sources}, {}
+        longest = max(map(len, pieces.values()))
+        # A slot for all is filled again when all have emptied it. Where one waits for the rest of a message, another
+        # for that of a second one, and so on, none would come.
+        in_a_row = SLOTS if for_all else longest
+        for start in range(0, longest, in_a_row or 1):
+            for source in self.sources:
+                for piece in pieces[source][start : start + in_a_row]:
+                    self._empty(source, source if for_all else self.rank, piece)
+                ends[source] = self._incoming.end()
+        last = self._incoming.end()
+        return lambda source=None: ends.get(source, last)()
+
+    def _fill(self, targets: Sequence[int], place: int, piece: Tensor) -> None:
+        index = self._take_slot(self.rank, place)
+        words = [self._word(self.rank, target, index) for target in targets]
         for word in words:
             self._outgoing.wait(word, _EMPTY)
-        self._outgoing.copy(self._slot(self._rank, place, index)[: piece.numel()], piece)
+        self._outgoing.copy(self._slot(self.rank, place, index)[: piece.numel()], piece)
         for word in words:
             self._outgoing.write(word, _FULL)
 
-    def _receive(self, piece: Tensor, source: int, place: int, index: int) -> None:
-        word = self._word(source, self._rank, index)
+    def _empty(self, source: int, place: int, piece: Tensor) -> None:
+        index = self._take_slot(source, place)
+        word = self._word(source, self.rank, index)
         self._incoming.wait(word, _FULL)
         self._incoming.copy(piece, self._slot(source, place, index)[: piece.numel()])
         self._incoming.write(word, _EMPTY)
 
-    def _others(self, direction: int) -> list[int]:
-        """The other ranks, from the next one on: whom one sends to first receives from it first."""
-        return [(self._rank + direction * step) % self.world for step in range(1, self.world)]
+    def _take_slot(self, source: int, place: int) -> int:
+        index = self._next.get((source, place), 0)
+        self._next[source, place] = (index + 1) % SLOTS
+        return index
 
     def works(self) -> bool:
         """Whether what this rank is sent in a graph comes; all of them call it."""
         x = torch.arange(self.world * (SLOTS * SLOT // 8 + 1), device=self.device).view(self.world, -1)
-        wanted = x[self._rank] + torch.arange(self.world, device=self.device)[:, None]
-        sent, received, answers = x + self._rank, torch.empty_like(x), []
+        wanted = x[self.rank] + torch.arange(self.world, device=self.device)[:, None]
+        sent, received, answers = x + self.rank, torch.empty_like(x), []
         exchange = self.captured(sent.unbind(), received.unbind())
         for _ in range(2):
             received.zero_()
@@ -184,9 +250,9 @@ class HostMemory:
         done, begun = torch.cuda.current_stream(self.device).record_event(), time.monotonic()
         while not done.query():
             if time.monotonic() - begun > _PATIENCE:
-                for other, index in itertools.product(self._others(1), range(SLOTS)):
-                    self._word(self._rank, other, index).fill_(_EMPTY)
-                    self._word(other, self._rank, index).fill_(_FULL)
+                for other, index in itertools.product(self.targets, range(SLOTS)):
+                    self._word(self.rank, other, index).fill_(_EMPTY)
+                    self._word(other, self.rank, index).fill_(_FULL)
             time.sleep(1e-3)
 
 
@@ -225,19 +291,9 @@ def _register(memory: HostMemory, shared: Sequence[Tensor]) -> None:
         end.atexit = False  # when all goes; a GPU that still waits would keep the process
 
 
-def _in_turn(messages: Sequence[tuple[Any, int, Tensor]]) -> Iterator[tuple[int, tuple[Any, int, Tensor]]]:
-    """The first piece of each, then the second of each; and the slot that takes it.
-
-    Where a slot is for all, one that is slow to empty it keeps the others waiting. So no rank may wait for all of one
-    message before it has begun with another.
-    """
-    pieces = [
-        [(*where, piece) for piece in x.view(torch.uint8).split(SLOT)] if x.numel() else [] for *where, x in messages
-    ]
-    for turn, of_each in enumerate(itertools.zip_longest(*pieces)):
-        for piece in of_each:
-            if piece is not None:
-                yield turn % SLOTS, piece
+def _pieces(x: Tensor) -> list[Tensor]:
+    """What fits into a slot each."""
+    return list(x.view(torch.uint8).split(SLOT)) if x.numel() else []
 
 
 # Of each group that has tried; None where messages do not go through it.
@@ -286,10 +342,15 @@ def forget(group: dist.ProcessGroup | None = None) -> None:
         _memories.pop(group.group_name, None)
 
 
+def of_group(group: str) -> HostMemory | None:
+    """What messages of a group go through in captured calls."""
+    return _memories.get(group)
+
+
 def of_captured_call(group: str) -> HostMemory | None:
-    """What messages of a group go through in the call that runs, if that is captured."""
+    """The same, if the call that runs is captured."""
     call = current_call()
-    return _memories.get(group) if call is not None and call.captured else None
+    return of_group(group) if call is not None and call.captured else None
 
 
 def begin_exchange(

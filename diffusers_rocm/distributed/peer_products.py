@@ -4,16 +4,17 @@ Between products each rank has a slice of the tokens (Korthikanti et al., 2022, 
 large transformer models"). In a graph of a step the slices are fetched out of the other ranks' memory, and what has
 come of one rank is multiplied while that of the next comes; and what is for one rank is laid in its memory while that
 for the next is multiplied (Wang et al., 2023, "Overlap communication with dependent computation via decomposition").
-No multiprocessor copies but what is short. Without a graph both go by the process group.
+No multiprocessor copies but what is short. Over slow links both go through the host's memory so, in 8 bits if that is
+asked for. Without a graph they go by the process group.
 
-Where messages are laid, and when ranks meet, is that of `peer_memory`.
+Where messages are laid, and when ranks meet, is that of `peer_memory`, or of `host_memory`.
 """
 
 import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import host_memory
 from .axis import Axis
 from .beside import copy_beside
+from .compression import EXACT, compress, compress_parts, compressed_size, decompress_into
+from .host_memory import HostMemory
 from .parts import sum_parts
 from .peer_memory import meet, slices_on_their_way, take_place, version_of
 
@@ -31,6 +35,9 @@ from .peer_memory import meet, slices_on_their_way, take_place, version_of
 # Fewer rows of a rank are not worth parts: products of so few would be slower than the message that they hide, which
 # then goes by one kernel in place of several copies.
 SHORT = 512
+
+# Over slow links, where a message takes longer than the product beside it, so many parts at least, of few ranks too.
+PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -40,54 +47,137 @@ class _Slices:
     Attributes:
         every: where they come to, which is kept until they have.
         own: this rank's, which are there.
-        parts: ranks and what waits for their rows, in the order in which they come, this rank's last.
+        parts: rows, and what waits for them, in the order in which they come, this rank's last.
+        slow: whether they take longer than what can be computed meanwhile.
     """
 
     every: Tensor
     own: Tensor
-    parts: list[tuple[int, Callable[[], None]]]
+    parts: list[tuple[slice, Callable[[], None]]]
+    slow: bool = False
 
 
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
 _VERSION = version_of(__file__)
-_library.define("gather_slices(Tensor[] slices, int world, str group, bool at_once, str version) -> Tensor[]")
+_library.define(
+    "gather_slices(Tensor[] slices, int world, str group, bool lossy, bool at_once, str version) -> Tensor[]"
+)
 _library.define("multiply(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _library.define(
     "multiply_and_scatter("
-    "Tensor[] tensors, Tensor[] weights, Tensor?[] biases, int world, str group, str version) -> Tensor[]"
+    "Tensor[] tensors, Tensor[] weights, Tensor?[] biases, int world, str group, bool lossy, str version) -> Tensor[]"
 )
 _ours = torch.ops.diffusers_rocm
 
 
-def _gather_slices(slices: list[Tensor], world: int, group: str, at_once: bool, version: str) -> list[Tensor]:
-    on_their_way, device = slices_on_their_way(), slices[0].device
-    memory = take_place(sum(x.nbytes for x in slices), device, group)
-    process_group = dist.distributed_c10d._resolve_process_group(group)
+def _gather_slices(
+    slices: list[Tensor], world: int, group: str, lossy: bool, at_once: bool, version: str
+) -> list[Tensor]:
+    on_their_way, process_group = slices_on_their_way(), dist.distributed_c10d._resolve_process_group(group)
     every = [x.new_empty(world * len(x), *x.shape[1:]) for x in slices]
-    if memory is None:
+    memory = _place(sum(x.nbytes for x in slices), slices[0].device, group)
+    _wait_for(on_their_way)
+    host = host_memory.of_captured_call(group)
+    if host is not None:
+        coming = _gather_through_host(host, slices, every, lossy)
+    elif memory is not None:
+        coming = _gather_by_copies(memory, slices, every, process_group)
+    else:
+        coming = _gather_by_group(slices, every, process_group, lossy)
+    on_their_way |= {each.every.data_ptr(): each for each in coming}
+    if at_once:
         _wait_for(on_their_way)
-        for x, into in zip(slices, every, strict=True):
-            dist.all_gather(list(into.chunk(world)), x.contiguous(), group=process_group)
-        return every
-    rank, offsets = process_group.rank(), _offsets([x.numel() for x in slices])
+    return every
+
+
+def _place(size: int, device: torch.device, group: str) -> Any:
+    """As `take_place`; where messages go through the host's memory there is none."""
+    return None if host_memory.of_group(group) is not None else take_place(size, device, group)
+
+
+def _gather_by_group(
+    slices: list[Tensor], every: list[Tensor], group: dist.ProcessGroup, lossy: bool
+) -> Iterator[_Slices]:
+    for x, into in zip(slices, every, strict=True):
+        parts = into.chunk(group.size())
+        landing = [_landing(part, lossy) for part in parts]
+        dist.all_gather(landing, _message(x, lossy), group=group)
+        for message, part in zip(landing, parts, strict=True):
+            _put(message, part, lossy)
+        parts[group.rank()].copy_(x)
+    return iter(())
+
+
+def _gather_by_copies(
+    memory: Any, slices: list[Tensor], every: list[Tensor], group: dist.ProcessGroup
+) -> Iterator[_Slices]:
+    rank, world, device, offsets = group.rank(), group.size(), slices[0].device, _offsets([x.numel() for x in slices])
     own = [memory.get_buffer(rank, x.shape, x.dtype, offset) for x, offset in zip(slices, offsets, strict=True)]
     for place, x in zip(own, slices, strict=True):
         place.copy_(x)
-    _wait_for(on_their_way)
-    meet(memory, group, device)
+    meet(memory, group.group_name, device)
     for index in _long_first(slices):
         x, offset = slices[index], offsets[index]
         theirs = [memory.get_buffer(peer, x.shape, x.dtype, offset) for peer in range(world)]
         if len(x) < SHORT:
             torch.cat(theirs, out=every[index])
             continue
-        parts, coming = every[index].chunk(world), []
+        coming = []
         for peer in _others_first(rank, world):
-            coming.append((peer, copy_beside([(parts[peer], theirs[peer])], device)))
-        on_their_way[every[index].data_ptr()] = _Slices(every[index], own[index], coming)
-    if at_once:
-        _wait_for(on_their_way)
-    return every
+            rows = slice(peer * len(x), (peer + 1) * len(x))
+            coming.append((rows, copy_beside([(every[index][rows], theirs[peer])], device)))
+        yield _Slices(every[index], own[index], coming)
+
+
+def _gather_through_host(
+    host: HostMemory, slices: list[Tensor], every: list[Tensor], lossy: bool
+) -> Iterator[_Slices]:
+    for index in _long_first(slices):
+        into, coming, begun, count = every[index], [], [], len(slices[index])
+        of_rank = into.chunk(host.world)
+        own = of_rank[host.rank]
+        own.copy_(slices[index])  # and sent from there: the compiler may have other use for the slice
+        for rows in _cuts(count, host.world):
+            places = [each[rows] for each in of_rank]
+            landing = [_landing(place, lossy) for place in places]
+            landing[host.rank] = landing[host.rank][:0]
+            begun.append(host.begin(_message(own[rows], lossy), landing))
+            for peer in host.sources:
+                arrive = functools.partial(_arrive, begun[-1], peer, landing[peer], places[peer], lossy)
+                coming.append((slice(peer * count + rows.start, peer * count + rows.stop), arrive))
+        rows_of_own = slice(host.rank * count, (host.rank + 1) * count)
+        yield _Slices(into, own, [*coming, (rows_of_own, functools.partial(_each, begun))], slow=True)
+
+
+def _cuts(rows: int, world: int) -> list[slice]:
+    """Into which parts the rows of a rank are cut."""
+    each = max(-(-rows * world // PARTS), SHORT)
+    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+def _each(waits: Sequence[Callable[[], None]]) -> None:
+    for wait in waits:
+        wait()
+
+
+def _arrive(wait: Callable[[int], None], peer: int, landing: Tensor, x: Tensor, lossy: bool) -> None:
+    wait(peer)
+    _put(landing, x, lossy)
+
+
+def _message(x: Tensor, lossy: bool) -> Tensor:
+    """What is sent of `x`: [n]."""
+    return compress(x.flatten()) if lossy else x.flatten()
+
+
+def _landing(x: Tensor, lossy: bool) -> Tensor:
+    """Where a message comes to that is to be put into `x`, contiguous: itself, if it is exact."""
+    return x.new_empty(compressed_size(x.numel()), dtype=torch.uint8) if lossy else x.view(-1)
+
+
+def _put(message: Tensor, x: Tensor, lossy: bool) -> None:
+    if lossy:
+        decompress_into(x, message)
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:
@@ -108,27 +198,30 @@ def _others_first(rank: int, world: int) -> list[int]:
 def _wait_for(on_their_way: dict[int, _Slices]) -> None:
     """What nothing has read: it has come when ranks meet for the next message, and the one after takes its place."""
     for slices in on_their_way.values():
-        for _, wait in slices.parts:
-            wait()
+        _each([wait for _, wait in slices.parts])
     on_their_way.clear()
 
 
 def _multiply(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     products = list(zip(weights, biases, strict=True))
     slices = slices_on_their_way().pop(x.data_ptr(), None)
+    if slices is not None and len(slices.own) < SHORT:
+        _each([wait for _, wait in slices.parts])
+        slices = None
     if slices is None:
         return [F.linear(x, *product) for product in products]
-    parts, widest = x.chunk(len(slices.parts)), max(map(len, weights))
-    # What is narrow beside others need not go in parts: more products cost more than they hide.
-    early = [2 * len(weight) >= widest for weight in weights]
+    widest = max(map(len, weights))
+    # Where messages are short, what is narrow beside others need not go in parts: more products cost more than they
+    # hide.
+    early = [slices.slow or 2 * len(weight) >= widest for weight in weights]
     outputs = [x.new_empty(len(x), len(weight)) for weight in weights]
-    *others, (rank, own_is_there) = slices.parts
-    for peer, wait in ((rank, None), *others):
+    *others, (own, own_is_there) = slices.parts
+    for rows, wait in ((own, None), *others):
         if wait is not None:
             wait()
         for product, output, now in zip(products, outputs, early, strict=True):
             if now:
-                _multiply_into(output.chunk(len(parts))[peer], slices.own if peer == rank else parts[peer], *product)
+                _multiply_into(output[rows], x[rows] if wait is not None else slices.own, *product)
     own_is_there()  # for those that read all of it
     for product, output, done in zip(products, outputs, early, strict=True):
         if not done:
@@ -149,50 +242,107 @@ def _multiply_and_scatter(
     biases: list[Tensor | None],
     world: int,
     group: str,
+    lossy: bool,
     version: str,
 ) -> list[Tensor]:
     """What a bias is added to is each row [out], or it is one of each row [rows, out] (`overlap.SplitProducts`)."""
-    first = tensors[0]
-    shapes = [(world, len(x) // world, len(weight)) for x, weight in zip(tensors, weights, strict=True)]
-    counts = [*map(math.prod, shapes)]
-    memory = take_place(sum(counts) * first.element_size(), first.device, group)
+    products = list(zip(tensors, weights, biases, strict=True))
+    size = sum(len(x) * len(weight) for x, weight, _ in products) * tensors[0].element_size()
+    memory, host = _place(size, tensors[0].device, group), host_memory.of_captured_call(group)
     process_group = dist.distributed_c10d._resolve_process_group(group)
-    if memory is None:
-        _wait_for(slices_on_their_way())
-        answers = []
-        for x, weight, bias, shape in zip(tensors, weights, biases, shapes, strict=True):
-            y, into = x.new_empty(2, *shape)
-            _multiply_into(y.flatten(0, 1), x, weight, bias)
-            dist.all_to_all_single(into, y, group=process_group)
-            answers.append(sum_parts(into))
-        return answers
-    rank, offsets, sent, waits = process_group.rank(), _offsets(counts), [], []
+    if host is not None:
+        received = _scatter_through_host(host, products, lossy)
+    elif memory is not None:
+        received = _scatter_by_copies(memory, products, process_group)
+    else:
+        received = _scatter_by_group(products, process_group, lossy)
+    return [sum_parts(x) for x in received]
+
+
+_Product = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _of_rows(product: _Product, rows: slice) -> _Product:
+    x, weight, bias = product
+    return x[rows], weight, bias[rows] if bias is not None and bias.ndim == 2 else bias
+
+
+def _scatter_by_group(products: list[_Product], group: dist.ProcessGroup, lossy: bool) -> list[Tensor]:
+    _wait_for(slices_on_their_way())
+    answers = []
+    for x, weight, bias in products:
+        made = x.new_empty(group.size(), len(x) // group.size(), len(weight))
+        _multiply_into(made.flatten(0, 1), x, weight, bias)
+        sent = compress_parts(made.flatten(), [made[0].numel()] * len(made)) if lossy else made
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        answers.append(torch.empty_like(made) if lossy else received)
+        for message, part in zip(received.chunk(len(made)), answers[-1], strict=True):
+            _put(message, part, lossy)
+        answers[-1][group.rank()] = made[group.rank()]  # which is not rounded
+    return answers
+
+
+def _scatter_by_copies(memory: Any, products: list[_Product], group: dist.ProcessGroup) -> list[Tensor]:
+    rank, world, first = group.rank(), group.size(), products[0][0]
+    shapes = [(world, len(x) // world, len(weight)) for x, weight, _ in products]
+    offsets, sent, waits = _offsets([*map(math.prod, shapes)]), [], []
     received = [
         memory.get_buffer(rank, shape, first.dtype, offset) for shape, offset in zip(shapes, offsets, strict=True)
     ]
-    for index in _long_first(tensors):
-        (_, count, width), weight, bias = shapes[index], weights[index], biases[index]
+    for index in _long_first([x for x, *_ in products]):
+        _, count, width = shapes[index]
         if count < SHORT:  # laid here for all, who fetch it
-            _multiply_into(received[index].flatten(0, 1), tensors[index], weight, bias)
+            _multiply_into(received[index].flatten(0, 1), *products[index])
             continue
-        parts = tensors[index].chunk(world)
-        added = bias.chunk(world) if bias is not None and bias.ndim == 2 else [bias] * world
+        parts = [_of_rows(products[index], slice(peer * count, (peer + 1) * count)) for peer in range(world)]
         for peer in _others_first(rank, world)[:-1]:
             sent.append(first.new_empty(count, width))
-            _multiply_into(sent[-1], parts[peer], weight, added[peer])
+            _multiply_into(sent[-1], *parts[peer])
             theirs = memory.get_buffer(peer, (count, width), first.dtype, offsets[index] + rank * count * width)
             waits.append(copy_beside([(theirs, sent[-1])], first.device))
-        _multiply_into(received[index][rank], parts[rank], weight, added[rank])
+        _multiply_into(received[index][rank], *parts[rank])
     for wait in waits:
         wait()
     _wait_for(slices_on_their_way())
-    meet(memory, group, first.device)
+    meet(memory, group.group_name, first.device)
     for index, (_, count, width) in enumerate(shapes):
         if count < SHORT:
             offset = offsets[index] + rank * count * width
             theirs = [memory.get_buffer(peer, (count, width), first.dtype, offset) for peer in range(world)]
             received[index] = torch.stack(theirs)
-    return [sum_parts(x) for x in received]
+    return received
+
+
+def _scatter_through_host(host: HostMemory, products: list[_Product], lossy: bool) -> list[Tensor]:
+    rank, world, received, sent, arrivals = host.rank, host.world, [], [], []
+    for index in _long_first([x for x, *_ in products]):
+        x, weight, _ = products[index]
+        count = len(x) // world
+        made, into = x.new_empty(2, world, count, len(weight))
+        if count < SHORT:
+            _multiply_into(made.flatten(0, 1), *products[index])
+        for rows in _cuts(count, world):
+            landing = [_landing(place[rows], lossy) for place in into]
+            wait = host.receive(landing, for_all=False)
+            arrivals += [functools.partial(_arrive, wait, i, landing[i], into[i, rows], lossy) for i in host.sources]
+            for peer in host.targets:
+                if count >= SHORT:
+                    start = peer * count
+                    part = _of_rows(products[index], slice(start + rows.start, start + rows.stop))
+                    _multiply_into(made[peer, rows], *part)
+                sent.append(_message(made[peer, rows], lossy))
+                host.send(sent[-1], peer)
+        if count < SHORT:
+            into[rank] = made[rank]
+        else:
+            _multiply_into(into[rank], *_of_rows(products[index], slice(rank * count, (rank + 1) * count)))
+        received.append((index, into))
+    sending = host.sent()
+    _each(arrivals)
+    sending()
+    _wait_for(slices_on_their_way())
+    return [into for _, into in sorted(received, key=lambda each: each[0])]
 
 
 for _device in ("CUDA", "CPU"):
@@ -202,7 +352,7 @@ for _device in ("CUDA", "CPU"):
 
 
 @torch.library.register_fake("diffusers_rocm::gather_slices", lib=_library)
-def _(slices, world, group, at_once, version):
+def _(slices, world, group, lossy, at_once, version):
     return [x.new_empty(world * x.shape[0], *x.shape[1:]) for x in slices]
 
 
@@ -212,7 +362,7 @@ def _(x, weights, biases):
 
 
 @torch.library.register_fake("diffusers_rocm::multiply_and_scatter", lib=_library)
-def _(tensors, weights, biases, world, group, version):
+def _(tensors, weights, biases, world, group, lossy, version):
     return [x.new_empty(x.shape[0] // world, weight.shape[0]) for x, weight in zip(tensors, weights, strict=True)]
 
 
@@ -249,9 +399,7 @@ def gather_slices(slices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """
     batch = slices[0].shape[0]
     # Several items are put in order, which reads them.
-    every = _ours.gather_slices(
-        [x.flatten(0, 1) for x in slices], axis.size, axis.group.group_name, at_once=batch != 1, version=_VERSION
-    )
+    every = _ours.gather_slices([x.flatten(0, 1) for x in slices], *_sent_so(axis), batch != 1, _VERSION)
     return [_items_first(x, batch, axis.size) for x in every]
 
 
@@ -269,8 +417,13 @@ def multiply_and_scatter(tensors: Sequence[Tensor], linears: Sequence[nn.Linear]
         for x in tensors
     ]
     weights, biases = [each.weight for each in linears], [each.bias for each in linears]
-    sums = _ours.multiply_and_scatter(ranks_first, weights, biases, axis.size, axis.group.group_name, _VERSION)
+    sums = _ours.multiply_and_scatter(ranks_first, weights, biases, *_sent_so(axis), _VERSION)
     return [x.unflatten(0, (batch, -1)) for x in sums]
+
+
+def _sent_so(axis: Axis) -> tuple[int, str, bool]:
+    """How many ranks there are, their group, and whether messages are in 8 bits."""
+    return axis.size, axis.group.group_name, axis.communication != EXACT
 
 
 def _items_first(x: Tensor, batch: int, world: int) -> Tensor:

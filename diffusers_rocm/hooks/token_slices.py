@@ -3,7 +3,8 @@
 Between products, where a rank of tensor parallelism would repeat what all others compute, it has a slice of each
 stream of tokens (Korthikanti et al., 2022). What its column products read is gathered, and of what its row products
 sum it keeps its slice: as many bytes as a sum, in two messages, which pay where they go by copies beside the products
-(docs/performance.md). So it is for graphs of a step, over fast links; the calls before the capture go by the group.
+(docs/performance.md). So it is for graphs of a step, where ranks reach each other's memory over fast links, or that of
+the host; the calls before the capture go by the group.
 """
 
 import inspect
@@ -18,6 +19,7 @@ from ..distributed.axis import Axis
 from ..distributed.choices import goes_by_copies
 from ..distributed.collectives import all_gather, on_all_ranks
 from ..distributed.compression import EXACT
+from ..distributed.host_memory import of_group
 from ..distributed.links import reaches_memory
 from ..distributed.mesh import Axes
 from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter, teach_compiler
@@ -69,11 +71,12 @@ class TokenSlices:
         return self  # what hooks of a copied model share is that of the model
 
     def by_copies(self, wanted: bool) -> bool:
-        """Have tokens in slices, where ranks reach each other's memory over fast links, or no longer; all call it."""
+        """Have tokens in slices, where ranks reach each other's memory over fast links, or that of the host, or no
+        longer; all call it."""
         self.remove()
-        reached = wanted and self.axis.communication == EXACT and goes_by_copies(self.axis)
+        reached = wanted and goes_by_copies(self.axis) and self.axis.communication == EXACT
         reached = reached and reaches_memory(self.axis)
-        if reached:
+        if reached or wanted and of_group(self.axis.group.group_name) is not None:
             teach_compiler()
             self._hang()
         return reached

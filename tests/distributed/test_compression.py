@@ -1,5 +1,6 @@
 """Activations in 8 bits: how far they are from what was sent, that all ranks get the same, and whole models."""
 
+import itertools
 import math
 import unittest
 from unittest import mock
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 from parameterized import parameterized
 
 from diffusers_rocm import ContextParallelConfig, ParallelConfig, TensorParallelConfig
-from diffusers_rocm.distributed import collectives
+from diffusers_rocm.distributed import collectives, compression
 from diffusers_rocm.distributed.compression import (
     GROUP,
     compress,
     compress_parts,
     compressed_size,
     decompress,
+    decompress_into,
     decompress_parts,
 )
 from diffusers_rocm.distributed.mesh import mesh_axes
@@ -26,7 +28,7 @@ from ..models.testing_utils.common import randn
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_hunyuan_video import HunyuanVideoTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
-from ..testing_utils import relative_l2, run_ranks, slow
+from ..testing_utils import relative_l2, require_torch_accelerator, run_ranks, slow
 
 
 # Of one forward, in bfloat16: the error against float32 with 8 bits, over that without.
@@ -116,6 +118,22 @@ class TestCompression(unittest.TestCase):
         back = decompress(compress(x), len(x), torch.float32)
         assert back[:GROUP].eq(1).all() and back[GROUP:].isnan().all()
         assert decompress(compress(torch.zeros(5)), 5, torch.bfloat16).eq(0).all()
+
+    @require_torch_accelerator
+    def test_kernels(self):
+        """Of Triton's, which round as torch's operations do, but for what lies between two integers."""
+        self.assertIsNotNone(compression._kernels_of(torch.device("cuda", 0)))
+        for count, dtype in itertools.product((5, 3 * GROUP, 100_003), (torch.float32, torch.bfloat16)):
+            x = randn(count, seed=count).to(dtype)
+            x[count // 2] = torch.nan
+            records = compress(x.cuda())
+            back, wanted = decompress(records, count, torch.float32), decompress(compress(x), count, torch.float32)
+            step = wanted.nan_to_num().abs().max() / 127
+            torch.testing.assert_close(back.cpu(), wanted, rtol=1e-5, atol=1.01 * step, equal_nan=True)
+            self.assertLess((back.cpu() - wanted).nan_to_num().ne(0).float().mean(), 0.01)
+            into = torch.empty(count, dtype=dtype, device="cuda")
+            decompress_into(into, records)
+            torch.testing.assert_close(into, back.to(dtype), rtol=0, atol=0, equal_nan=True)
 
     def test_parts_that_no_group_divides_are_whole_where_compiled(self):
         """torch 2.13's compiler for CPUs splits a loop into groups, and forgets what is left."""

@@ -98,7 +98,7 @@ def asked_for_twice(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Ax
 
 def scatter(both: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
     given = [both.flatten(0, 1)], [weight], [bias]
-    return torch.ops.diffusers_rocm.multiply_and_scatter(*given, axis.size, axis.group.group_name, "")[0]
+    return torch.ops.diffusers_rocm.multiply_and_scatter(*given, axis.size, axis.group.group_name, False, "")[0]
 
 
 def scattered(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, axis: Axis) -> Tensor:

@@ -243,7 +243,7 @@ ORDERS = (
 )
 
 
-def products_worker(folder: str, short: int) -> list[bool]:
+def products_worker(folder: str, short: int, way: contextlib.AbstractContextManager | None = None) -> list[bool]:
     """Whether sums and products are right in each order of messages, twice, where one rank or another is late."""
     axis, found = Axis.of_all(), []
     linears = [nn.Linear(6, 4, bias=bias) for bias in (True, False)]
@@ -258,7 +258,10 @@ def products_worker(folder: str, short: int) -> list[bool]:
             shapes = [next(rows) for _ in range(count)] if what != "multiply" else []
             if what == "gather":
                 of_all = [[randn(1, n, 6, seed=seed + 10 * turn + r) for r in range(axis.size)] for n in shapes]
-                every = peer_products.gather_slices([each[axis.rank] for each in of_all], axis)
+                given = [each[axis.rank].clone() for each in of_all]
+                every = peer_products.gather_slices(given, axis)
+                for x in given:  # is what the compiler likes
+                    x.zero_()
                 gathered += zip(every, [torch.cat(each, 1) for each in of_all], strict=True)
             elif what == "multiply":
                 every, wanted = gathered[count]
@@ -272,7 +275,7 @@ def products_worker(folder: str, short: int) -> list[bool]:
                     answers.append((answer, sum(map(linear, each)).chunk(axis.size, 1)[axis.rank]))
         return all(relative_l2(answer, wanted) < 1e-6 for answer, wanted in answers)
 
-    with torch.no_grad(), mock.patch.object(peer_products, "SHORT", short), mapped_memory(folder):
+    with torch.no_grad(), mock.patch.object(peer_products, "SHORT", short), way or mapped_memory(folder):
         for seed, order in enumerate(ORDERS):
             for captured in (False, True, True):
                 with call_of_a_graph(captured):
