@@ -45,8 +45,8 @@ _LINE = 64
 
 _EMPTY, _FULL = 0, 1
 
-# Operations of `cuStreamBatchMemOp`, and their flags: wait until it is equal, and write when all before is done.
-_WAIT, _WRITE = (1, 1), (2, 0)
+# Of `cuStreamBatchMemOp`: wait until a word is equal to a value, or write it, when all before is done.
+_WAIT, _EQUAL, _WRITE = 1, 1, 2
 
 # Where processes of one host share files. NCCL, whose groups connect late, needs some of it, too: so much is left.
 _FOLDER, _LEFT = "/dev/shm", 256 << 20
@@ -84,10 +84,10 @@ class Queue:
         self._stream.wait_stream(self._module.current_stream(self._stream.device))
 
     def wait(self, word: Tensor, value: int) -> None:
-        self._words.append(_WordOperation(_WAIT[0], word.data_ptr(), value, _WAIT[1]))
+        self._words.append(_WordOperation(_WAIT, word.data_ptr(), value, _EQUAL))
 
     def write(self, word: Tensor, value: int) -> None:
-        self._words.append(_WordOperation(_WRITE[0], word.data_ptr(), value, _WRITE[1]))
+        self._words.append(_WordOperation(_WRITE, word.data_ptr(), value))
 
     def copy(self, into: Tensor, x: Tensor) -> None:
         self._do_words()

@@ -37,7 +37,7 @@ from .peer_memory import meet, slices_on_their_way, take_place, version_of
 SHORT = 512
 
 # Over slow links, where a message takes longer than the product beside it, so many parts at least, of few ranks too.
-PARTS = 8
+PARTS = 4
 
 
 @dataclass(frozen=True)
