@@ -173,7 +173,7 @@ class HostMemory:
     def send(self, x: Tensor, target: int) -> None:
         """Begin to send `x` [n], which the caller keeps until it is `sent`, to a rank, or to all, if that is this one.
 
-        Ranks send to their `targets` in that order, whatever is for each, and then to all again.
+        All ranks do alike: they send to all, or to each of their `targets`, in that order.
         """
         self._outgoing.after_what_is_computed()
         targets = self.targets if target == self.rank else [target]
