@@ -1,6 +1,7 @@
 """The call of a model that is captured as a graph, or is like one that will be, and messages of it on their way."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,6 +42,9 @@ def register(received: torch.Tensor, arrive: Callable[[], None]) -> Coming:
     return coming
 
 
+_numbers = itertools.count()
+
+
 @dataclass
 class Call:
     """A call of a model, captured or to be captured next: which place each group's last message took."""
@@ -53,6 +57,8 @@ class Call:
     coming: dict[str, Coming] = field(default_factory=dict)
     # Slices of tokens on their way (`peer_products`).
     slices: dict[int, Any] = field(default_factory=dict)
+    # Which call of this process it is.
+    number: int = field(default_factory=lambda: next(_numbers))
 
 
 _call: Call | None = None

@@ -7,8 +7,9 @@ that the receiver's process maps too, and from there into its GPU.
 
 From each rank to each other one there are slots, and for each slot a word, which says whether it is full. The sender
 waits until a slot is empty, fills it, and says so; the receiver waits until it is full, empties it, and says so. What
-is longer goes a slot at a time: some are filled while others are emptied. What is for all is filled once, and each has
-a word of its own for it. Slots are taken in turn, on both sides alike.
+is longer goes a slot at a time: some are filled while others are emptied. What is for all is filled once, in slots of
+its own. Each receiver has a word for each of these: that of a slot for it alone, to which both sides come in the same
+order. Slots are taken in turn, on both sides alike, in each call from the first one on.
 
 A stream waits without end. Where a rank fails in the middle of a step the others wait until they are stopped, as they
 do in kernels of NCCL that a graph has captured.
@@ -89,6 +90,10 @@ class Queue:
     def write(self, word: Tensor, value: int) -> None:
         self._words.append(_WordOperation(_WRITE, word.data_ptr(), value))
 
+    def drop(self) -> None:
+        """Forget what is to be done with words, of a call whose capture failed."""
+        self._words = []
+
     def copy(self, into: Tensor, x: Tensor) -> None:
         self._do_words()
         with self._module.stream(self._stream):
@@ -129,7 +134,8 @@ class HostMemory:
         # The other ranks, from the next one on: whom one sends to first receives from it first.
         self.targets = [(rank + step) % self.world for step in range(1, self.world)]
         self.sources = [(rank - step) % self.world for step in range(1, self.world)]
-        # Of each source and place, the slot that comes next.
+        # Of the call that runs, its number, and of each source and place the slot that comes next.
+        self._call: int | None = None
         self._next: dict[tuple[int, int], int] = {}
 
     def _slot(self, source: int, target: int, index: int) -> Tensor:
@@ -175,6 +181,7 @@ class HostMemory:
 
         All ranks do alike: they send to all, or to each of their `targets`, in that order.
         """
+        self._come_to_call()
         self._outgoing.after_what_is_computed()
         targets = self.targets if target == self.rank else [target]
         for piece in _pieces(x):
@@ -190,6 +197,7 @@ class HostMemory:
         Returns:
             What has the computation wait until all has come; given a rank, until what it sends has.
         """
+        self._come_to_call()
         self._incoming.after_what_is_computed()
         pieces, ends = {source: _pieces(into[source]) for source in self.sources}, {}
         longest = max(map(len, pieces.values()))
@@ -203,6 +211,15 @@ class HostMemory:
                 ends[source] = self._incoming.end()
         last = self._incoming.end()
         return lambda source=None: ends.get(source, last)()
+
+    def _come_to_call(self) -> None:
+        """Each begins as all others: a replay leaves all slots empty, and one whose capture failed never ran."""
+        call = current_call()
+        number = None if call is None else call.number
+        if number != self._call:
+            self._call, self._next = number, {}
+            self._outgoing.drop()
+            self._incoming.drop()
 
     def _fill(self, targets: Sequence[int], place: int, piece: Tensor) -> None:
         index = self._take_slot(self.rank, place)

@@ -150,9 +150,9 @@ def _gather_through_host(
 
 
 def _cuts(rows: int, world: int) -> list[slice]:
-    """Into which parts the rows of a rank are cut."""
-    each = max(-(-rows * world // PARTS), SHORT)
-    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+    """Into which parts the rows of a rank are cut, as even as can be."""
+    count = max(1, min(-(-PARTS // world), rows // SHORT))
+    return [slice(rows * index // count, rows * (index + 1) // count) for index in range(count)]
 
 
 def _each(waits: Sequence[Callable[[], None]]) -> None:

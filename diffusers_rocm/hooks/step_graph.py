@@ -18,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ..distributed import host_memory
+from ..distributed.agreement import fail_together
+from ..distributed.axis import Axis
 from ..distributed.choices import goes_through_host
 from ..distributed.graph_calls import call_of_a_graph
 from ..distributed.links import reaches_host
@@ -89,6 +91,7 @@ class StepGraph(AroundCall):
     Raises (its calls):
         ValueError: the model does something that no graph can hold: adapters that are not fused, weights that come for
             their layer alone, caches, values that are read on the host.
+        RuntimeError: another rank could not capture a step; says which, and why.
     """
 
     def __init__(self, model: nn.Module):
@@ -98,6 +101,7 @@ class StepGraph(AroundCall):
         _graphs.add(self)
         parallelism = getattr(model, "parallelism", None)
         self._split, self._slices = getattr(parallelism, "split", None), getattr(parallelism, "slices", None)
+        self._sharing = Axis.single("model") if parallelism is None else parallelism.axes.model
         if parallelism is not None:
             for axis in (parallelism.axes.ring, parallelism.axes.ulysses, parallelism.axes.tp):
                 if goes_through_host(axis):
@@ -145,7 +149,12 @@ class StepGraph(AroundCall):
             with call_of_a_graph(captured=False):
                 return call(*args, **kwargs)
         if kind.replay is None:
-            self._capture(kind, call, leaves)
+            try:
+                with fail_together(f"capture a step of this {type(self._module).__name__}", self._sharing):
+                    self._capture(kind, call, leaves)
+            except Exception:
+                self.forget()  # on all ranks: a graph of some of them would wait for the others
+                raise
         tensors = (x for x in leaves if isinstance(x, Tensor))
         for static, x in zip(kind.inputs, tensors, strict=True):
             static.copy_(x, non_blocking=True)
@@ -183,7 +192,6 @@ class StepGraph(AroundCall):
             with call_of_a_graph(captured=True):
                 kind.replay, kind.answer, self._pool = record(lambda: call(*args, **kwargs), device, self._pool)
         except (RuntimeError, AssertionError) as error:
-            self.forget()
             reason = str(error).partition("\n")[0]
             raise ValueError(f"a step of this {name} cannot be captured, leave graphs out: {reason}") from error
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed import collectives, host_memory, links
+from diffusers_rocm.distributed import collectives, host_memory, links, peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.beside import begin_compiled_gather, begin_exchange, send_to_all
 from diffusers_rocm.distributed.collectives import all_gather_int64, all_gather_text
@@ -33,7 +33,7 @@ from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
 
 from ..hooks.test_step_graph import steps_of
-from ..hooks.test_token_slices import ORDERS, products_worker
+from ..hooks.test_token_slices import ORDERS, products_in_order
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
@@ -45,6 +45,7 @@ class Thread:
 
     def __init__(self, device: torch.device):
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.begun = self.waited_for = 0  # copies
         self.late = 1e-4 * (1 + dist.get_rank())
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -66,14 +67,19 @@ class Thread:
         self._tasks.put(lambda: word.fill_(value))
 
     def copy(self, into: Tensor, x: Tensor) -> None:
+        self.begun += 1
         self._tasks.put(lambda: (time.sleep(self.late), into.copy_(x)))
 
+    def drop(self) -> None:
+        pass  # what is done with words has begun
+
     def end(self) -> Callable[[], None]:
-        done = threading.Event()
+        done, begun = threading.Event(), self.begun
         self._tasks.put(done.set)
 
         def wait() -> None:
             assert done.wait(30), "what was sent never came"
+            self.waited_for = max(self.waited_for, begun)
 
         return wait
 
@@ -136,13 +142,78 @@ def exchange_worker() -> list[bool]:
     return found
 
 
-def products_of_slices_worker(short: int) -> list[bool]:
-    """Whether products of slices of tokens, and sums, are right in each order of messages; what is sent is late."""
-    axis = Axis.of_all()
-    with on_a_cpu():
+def products_of_slices_worker(short: int, communication: str) -> list[bool]:
+    """Whether products of slices of tokens, and sums, are right in each order of messages; what is sent is late. Of
+    these lengths each rank's rows are cut where two are not short."""
+    axis = replace(Axis.of_all(), communication=communication)
+
+    def sum_parts(parts: Tensor) -> Tensor:
+        assert outgoing.begun == outgoing.waited_for, "what is sent of a product may be gone"
+        return parts.sum(0)
+
+    with on_a_cpu(), mock.patch.object(peer_products, "SHORT", short):
         assert share_on(axis)
-        host_memory.of_group(axis.group.group_name)._outgoing.late = 5e-3
-        return products_worker("", short, contextlib.nullcontext())
+        outgoing = host_memory.of_group(axis.group.group_name)._outgoing
+        outgoing.late = 5e-3
+        with mock.patch.object(peer_products, "sum_parts", sum_parts):
+            return products_in_order(axis, (9, 5), 1e-6 if communication == "exact" else 0.03)
+
+
+class Held(Thread):
+    """What is done with words waits for the next copy, as in `Queue`; in a capture that fails nothing runs at all."""
+
+    fails = False
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._words: list[Callable[[], None]] = []
+
+    def drop(self) -> None:
+        self._words = []
+
+    def wait(self, word: Tensor, value: int) -> None:
+        self._words.append(lambda: super(Held, self).wait(word, value))
+
+    def write(self, word: Tensor, value: int) -> None:
+        self._words.append(lambda: super(Held, self).write(word, value))
+
+    def after_what_is_computed(self) -> None:
+        words, self._words = self._words, []
+        for each in words if not Held.fails else ():
+            each()
+
+    def copy(self, into: Tensor, x: Tensor) -> None:
+        self.after_what_is_computed()
+        if not Held.fails:
+            super().copy(into, x)
+
+    def end(self) -> Callable[[], None]:
+        self.after_what_is_computed()
+        return super().end()
+
+
+def failed_capture_worker() -> list[bool]:
+    """Whether messages come after each of two captures that fail, on each rank in another product."""
+    axis, found = Axis.of_all(), []
+    with on_a_cpu(), mock.patch.object(host_memory, "Queue", Held), mock.patch.object(peer_products, "SHORT", 1):
+        assert share_on(axis)
+        memory = host_memory.of_group(axis.group.group_name)
+        for turn in range(2):
+            succeed = 1 + (axis.rank + turn) % 2
+            fails = mock.Mock(side_effect=[None] * succeed + [torch.OutOfMemoryError])
+            Held.fails = True
+            product = torch.ones(8, 4), torch.ones(4, 4), None
+            with mock.patch.object(peer_products, "_multiply_into", fails), call_of_a_graph(captured=True):
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    peer_products._scatter_through_host(memory, [product], False)
+                assert fails.call_count == succeed + 1
+            Held.fails = False
+            with call_of_a_graph(captured=True):
+                for message in range(4):
+                    every = [randn(32, seed=10 * message + rank) for rank in range(2)]
+                    received = collectives.exchange_in_group(every[axis.rank], [16] * 2, [16] * 2, axis.group)
+                    found.append(torch.equal(received, torch.cat([x.chunk(2)[axis.rank] for x in every])))
+    return found
 
 
 @torch.no_grad()
@@ -336,10 +407,15 @@ class TestHostMemory(unittest.TestCase):
         for found in run_ranks(3, compiled_worker):
             self.assertEqual(found, [True] * 16)
 
-    @parameterized.expand([(1,), (3,), (10,)])
-    def test_products_of_slices(self, short):
-        for found in run_ranks(3, products_of_slices_worker, short):
-            self.assertEqual(found, [True] * 3 * len(ORDERS))
+    @parameterized.expand([(1, "exact"), (1, "int8"), (6, "exact"), (10, "int8")])
+    def test_products_of_slices(self, short, communication):
+        for world in (2, 3):
+            for found in run_ranks(world, products_of_slices_worker, short, communication):
+                self.assertEqual(found, [True] * 3 * len(ORDERS))
+
+    def test_after_captures_that_fail(self):
+        for found in run_ranks(2, failed_capture_worker):
+            self.assertEqual(found, [True] * 8)
 
     @parameterized.expand(["", "make_file", "_register", "works", "works not", "slow", "room"])
     def test_share(self, failing):

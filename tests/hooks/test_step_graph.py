@@ -1,5 +1,6 @@
 """A step as a graph: emulated where there is no GPU, by a capture that keeps the call and its inputs."""
 
+import contextlib
 import itertools
 import math
 import unittest
@@ -197,6 +198,33 @@ def gradients_worker() -> tuple[int, bool]:
     return recorder.captures, model.x_embedder.weight.grad is not None
 
 
+@torch.no_grad()
+def one_fails_worker() -> tuple[str, float, int]:
+    """What a rank is told where the second capture fails on one; the largest error of what both were asked before
+    and after; and how many graphs were captured in all."""
+    config = FluxTransformerTesterConfig()
+    model, steps = config.get_model(), steps_of(config.get_inputs(1), 2 * WARM_UP + 4)
+    another, outputs = config.get_inputs(2), []
+
+    def no_memory(call: Callable[[], Any], *_: Any) -> None:
+        call()
+        raise RuntimeError("no memory\nat all")
+
+    wanted = [config.get_output(model, each) for each in steps]
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+    with emulated() as recorder:
+        StepGraph(model)
+        outputs += [config.get_output(model, each) for each in steps[: WARM_UP + 2]]
+        for _ in range(WARM_UP):
+            config.get_output(model, another)
+        fails = mock.patch.object(step_graph, "record", no_memory)
+        with fails if torch.distributed.get_rank() == 1 else contextlib.nullcontext():
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                config.get_output(model, another)
+        outputs += [config.get_output(model, each) for each in steps[WARM_UP + 2 :]]
+    return str(caught.value), max(map(relative_l2, outputs, wanted)), recorder.captures
+
+
 def pipeline_worker(degrees: dict[str, int]) -> tuple[float, int]:
     """With guidance, whose exchange between ranks stays outside of the graph."""
 
@@ -250,6 +278,14 @@ class TestStepGraph(unittest.TestCase):
     def test_gradients_pass_by(self):
         for captures, trained in run_ranks(2, gradients_worker):
             assert captures == 0 and trained
+
+    def test_a_capture_that_fails_on_one_rank(self):
+        """Others would wait for it in theirs; after it all are captured anew."""
+        (other, error, captures), (own, *same) = run_ranks(2, one_fails_worker)
+        self.assertRegex(other, "^rank 1 could not capture a step of this FluxTransformer2DModel: .*: no memory$")
+        self.assertRegex(own, "^a step of this FluxTransformer2DModel cannot be captured, .*: no memory$")
+        self.assertLessEqual(max(error, same[0]), FLOAT32_BAR)
+        self.assertEqual((captures, same[1]), (3, 2))
 
     @parameterized.expand([({"tp": 2},), ({"cfg": 2, "tp": 2},)])
     def test_pipeline(self, degrees):

@@ -243,16 +243,16 @@ ORDERS = (
 )
 
 
-def products_worker(folder: str, short: int, way: contextlib.AbstractContextManager | None = None) -> list[bool]:
-    """Whether sums and products are right in each order of messages, twice, where one rank or another is late."""
-    axis, found = Axis.of_all(), []
-    linears = [nn.Linear(6, 4, bias=bias) for bias in (True, False)]
+def products_in_order(axis: Axis, lengths: tuple[int, ...] = (2, 3), bar: float = 1e-6) -> list[bool]:
+    """Whether sums and products of slices of these lengths are right in each order of messages, twice, where one rank
+    or another is late."""
+    linears, found = [nn.Linear(6, 4, bias=bias) for bias in (True, False)], []
     for index, linear in enumerate(linears):
         linear.weight.data = randn(4, 6, seed=index)
     linears[0].bias.data = randn(4, seed=2)
 
     def play(order: Sequence[str], seed: int) -> bool:
-        gathered, answers, rows = [], [], itertools.cycle((2, 3))
+        gathered, answers, rows = [], [], itertools.cycle(lengths)
         for turn, (what, count) in enumerate((name, int(number)) for name, number in map(str.split, order)):
             time.sleep(0.02 * (axis.rank == (seed + turn) % axis.size))
             shapes = [next(rows) for _ in range(count)] if what != "multiply" else []
@@ -273,14 +273,19 @@ def products_worker(folder: str, short: int, way: contextlib.AbstractContextMana
                 sums = peer_products.multiply_and_scatter([x[axis.rank] for x in of_all], linears[:count], axis)
                 for each, linear, answer in zip(of_all, linears, sums, strict=False):
                     answers.append((answer, sum(map(linear, each)).chunk(axis.size, 1)[axis.rank]))
-        return all(relative_l2(answer, wanted) < 1e-6 for answer, wanted in answers)
+        return all(relative_l2(answer, wanted) < bar for answer, wanted in answers)
 
-    with torch.no_grad(), mock.patch.object(peer_products, "SHORT", short), way or mapped_memory(folder):
+    with torch.no_grad():
         for seed, order in enumerate(ORDERS):
             for captured in (False, True, True):
                 with call_of_a_graph(captured):
                     found.append(play(order, 1000 * seed))
     return found
+
+
+def products_worker(folder: str, short: int) -> list[bool]:
+    with mock.patch.object(peer_products, "SHORT", short), mapped_memory(folder):
+        return products_in_order(Axis.of_all())
 
 
 def gpu_worker(short: int, *args: Any) -> tuple[float, dict[str, int], int]:
