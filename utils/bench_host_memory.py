@@ -8,6 +8,7 @@ in a graph, and waited for each time; the same by the process group. The slowest
 """
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -89,8 +90,8 @@ def main() -> None:
         if not host_memory.share(
             axis.group,
             device,
-            lambda own: on_all_ranks(own, axis),
-            lambda text: all_gather_text(text, axis),
+            functools.partial(on_all_ranks, axis=axis),
+            functools.partial(all_gather_text, axis=axis),
             lambda _: True,
         ):
             raise SystemExit("copies through the host's memory do not work here: the log says why")

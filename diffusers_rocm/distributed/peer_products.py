@@ -315,11 +315,12 @@ def _scatter_by_copies(memory: Any, products: list[_Product], group: dist.Proces
 
 
 def _scatter_through_host(host: HostMemory, products: list[_Product], lossy: bool) -> list[Tensor]:
-    rank, world, received, sent, arrivals = host.rank, host.world, [], [], []
+    rank, world, received, sent, arrivals = host.rank, host.world, {}, [], []
     for index in _long_first([x for x, *_ in products]):
         x, weight, _ = products[index]
         count = len(x) // world
         made, into = x.new_empty(2, world, count, len(weight))
+        received[index] = into
         if count < SHORT:
             _multiply_into(made.flatten(0, 1), *products[index])
         for rows in _cuts(count, world):
@@ -337,12 +338,11 @@ def _scatter_through_host(host: HostMemory, products: list[_Product], lossy: boo
             into[rank] = made[rank]
         else:
             _multiply_into(into[rank], *_of_rows(products[index], slice(rank * count, (rank + 1) * count)))
-        received.append((index, into))
     sending = host.sent()
     _each(arrivals)
     sending()
     _wait_for(slices_on_their_way())
-    return [into for _, into in sorted(received, key=lambda each: each[0])]
+    return [received[index] for index in range(len(products))]
 
 
 for _device in ("CUDA", "CPU"):

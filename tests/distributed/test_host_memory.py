@@ -1,15 +1,13 @@
-"""Messages by copies through the host's memory; on a CPU threads stand in for streams that copy and wait."""
+"""Messages by copies through the host's memory."""
 
 import contextlib
 import itertools
 import math
 import os
-import queue
 import tempfile
-import threading
 import time
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,9 +22,8 @@ from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import collectives, host_memory, links, peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.beside import begin_compiled_gather, begin_exchange, send_to_all
-from diffusers_rocm.distributed.collectives import all_gather_int64, all_gather_text
 from diffusers_rocm.distributed.graph_calls import call_of_a_graph, come_to
-from diffusers_rocm.distributed.host_memory import HostMemory, share
+from diffusers_rocm.distributed.host_memory import HostMemory
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks import step_graph
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
@@ -37,71 +34,9 @@ from ..hooks.test_token_slices import ORDERS, products_in_order
 from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
+from . import host_memory_on_a_cpu
+from .host_memory_on_a_cpu import Held, on_a_cpu, share_on
 from .test_peer_memory import Even, Replayed
-
-
-class Thread:
-    """In place of `host_memory.Queue`; each copy is late, and by other times on other ranks."""
-
-    def __init__(self, device: torch.device):
-        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.begun = self.waited_for = 0  # copies
-        self.late = 1e-4 * (1 + dist.get_rank())
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self._tasks.get()()
-
-    def after_what_is_computed(self) -> None:
-        pass  # a CPU has computed it
-
-    def wait(self, word: Tensor, value: int) -> None:
-        def until_it_is() -> None:
-            while int(word) != value:
-                time.sleep(1e-4)
-
-        self._tasks.put(until_it_is)
-
-    def write(self, word: Tensor, value: int) -> None:
-        self._tasks.put(lambda: word.fill_(value))
-
-    def copy(self, into: Tensor, x: Tensor) -> None:
-        self.begun += 1
-        self._tasks.put(lambda: (time.sleep(self.late), into.copy_(x)))
-
-    def drop(self) -> None:
-        pass  # what is done with words has begun
-
-    def end(self) -> Callable[[], None]:
-        done, begun = threading.Event(), self.begun
-        self._tasks.put(done.set)
-
-        def wait() -> None:
-            assert done.wait(30), "what was sent never came"
-            self.waited_for = max(self.waited_for, begun)
-
-        return wait
-
-
-@contextlib.contextmanager
-def on_a_cpu(slot: int = 32) -> Iterator[None]:
-    """Slots of so many bytes."""
-    memory = mock.patch.multiple(host_memory, Queue=Thread, SLOT=slot, _LEFT=0, _register=lambda *_: None)
-    with memory, mock.patch.object(HostMemory, "works", lambda _: True):
-        yield
-        host_memory.forget()
-
-
-# Whether a memory that works is fast enough, as the last step of the trial says.
-FAST = True
-
-
-def share_on(axis: Axis) -> bool:
-    def on_all(own: bool) -> bool:
-        return bool(all_gather_int64(torch.tensor([own]), axis).min())
-
-    return share(axis.group, axis.device, on_all, lambda text: all_gather_text(text, axis), lambda _: FAST)
 
 
 # Bytes that each of three ranks sends to each: none, less than a slot, some slots, and more than all slots hold.
@@ -157,39 +92,6 @@ def products_of_slices_worker(short: int, communication: str) -> list[bool]:
         outgoing.late = 5e-3
         with mock.patch.object(peer_products, "sum_parts", sum_parts):
             return products_in_order(axis, (9, 5), 1e-6 if communication == "exact" else 0.03)
-
-
-class Held(Thread):
-    """What is done with words waits for the next copy, as in `Queue`; in a capture that fails nothing runs at all."""
-
-    fails = False
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self._words: list[Callable[[], None]] = []
-
-    def drop(self) -> None:
-        self._words = []
-
-    def wait(self, word: Tensor, value: int) -> None:
-        self._words.append(lambda: super(Held, self).wait(word, value))
-
-    def write(self, word: Tensor, value: int) -> None:
-        self._words.append(lambda: super(Held, self).write(word, value))
-
-    def after_what_is_computed(self) -> None:
-        words, self._words = self._words, []
-        for each in words if not Held.fails else ():
-            each()
-
-    def copy(self, into: Tensor, x: Tensor) -> None:
-        self.after_what_is_computed()
-        if not Held.fails:
-            super().copy(into, x)
-
-    def end(self) -> Callable[[], None]:
-        self.after_what_is_computed()
-        return super().end()
 
 
 def failed_capture_worker() -> list[bool]:
@@ -261,7 +163,7 @@ def share_worker(failing: str) -> tuple[bool, int, list[str]]:
     elif axis.rank == 1 and failing == "room":
         broken = mock.patch.object(host_memory, "_LEFT", 1 << 60)
     elif failing == "slow":
-        broken = mock.patch(f"{__name__}.FAST", False)
+        broken = mock.patch.object(host_memory_on_a_cpu, "FAST", False)
     elif axis.rank == 1 and failing:
         broken = mock.patch.object(HostMemory, "works", fails if failing == "works" else lambda _: False)
     group = dist.new_group([0, 1])
