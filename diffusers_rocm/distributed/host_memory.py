@@ -5,11 +5,14 @@ from what is computed beside them, and come late where none are free. Copy engin
 word of memory without a kernel: so in a graph of a step messages over slow links are copied from the GPU into memory
 that the receiver's process maps too, and from there into its GPU.
 
-From each rank to each other one there are slots, and for each slot a word, which says whether it is full. The sender
-waits until a slot is empty, fills it, and says so; the receiver waits until it is full, empties it, and says so. What
-is longer goes a slot at a time: some are filled while others are emptied. What is for all is filled once, in slots of
-its own. Each receiver has a word for each of these: that of a slot for it alone, to which both sides come in the same
-order. Slots are taken in turn, on both sides alike, in each call from the first one on.
+Each rank has few slots, so that the caches of the processor may hold them all, and for each slot and each other rank a
+word, which says whether it is full for that one. The sender waits until a slot is empty, fills it, and says so; the
+receiver waits until it is full for it, empties it, and says so. What is longer goes a slot at a time: some are filled
+while others are emptied. What is for all is filled once. Which slots a message takes follows from who sends it to whom
+and its length, which is what both sides know of it.
+
+Messages go in the same order on all ranks, and of each the part for the next rank goes first, then that for the one
+after it: so among ranks that wait for each other, those who are least far can always go on.
 
 A stream waits without end. Where a rank fails in the middle of a step the others wait until they are stopped, as they
 do in kernels of NCCL that a graph has captured.
@@ -38,7 +41,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# Between each two ranks, in each direction, four slots of 2 MiB.
+# Of each rank, and bytes of one.
 SLOTS, SLOT = 4, 2 << 20
 
 # Of a word, which has a line of the caches for itself: different GPUs write them.
@@ -134,17 +137,14 @@ class HostMemory:
         # The other ranks, from the next one on: whom one sends to first receives from it first.
         self.targets = [(rank + step) % self.world for step in range(1, self.world)]
         self.sources = [(rank - step) % self.world for step in range(1, self.world)]
-        # Of the call that runs, its number, and of each source and place the slot that comes next.
-        self._call: int | None = None
-        self._next: dict[tuple[int, int], int] = {}
+        self._call: int | None = None  # the number of the one that runs
 
-    def _slot(self, source: int, target: int, index: int) -> Tensor:
-        """Bytes of `source` for `target`, or for all, if that is itself."""
-        return self._shared[source][: self.world * SLOTS * SLOT].view(self.world, SLOTS, SLOT)[target, index]
+    def _slot(self, source: int, index: int) -> Tensor:
+        return self._shared[source][: SLOTS * SLOT].view(SLOTS, SLOT)[index]
 
     def _word(self, source: int, target: int, index: int) -> Tensor:
-        """Whether the slot holds something for `target`."""
-        words = self._shared[source][self.world * SLOTS * SLOT :].view(torch.int32)
+        """Whether a slot of `source` holds something for `target`."""
+        words = self._shared[source][SLOTS * SLOT :].view(torch.int32)
         return words.view(self.world, SLOTS, -1)[target, index, :1]
 
     def begin(self, parts: Sequence[Tensor] | Tensor, into: Sequence[Tensor]) -> Callable[..., None]:
@@ -183,9 +183,13 @@ class HostMemory:
         """
         self._come_to_call()
         self._outgoing.after_what_is_computed()
-        targets = self.targets if target == self.rank else [target]
-        for piece in _pieces(x):
-            self._fill(targets, target, piece)
+        readers = self.targets if target == self.rank else [target]
+        for piece, index in self._pieces(x, self.rank, target):
+            for reader in self.targets:
+                self._outgoing.wait(self._word(self.rank, reader, index), _EMPTY)
+            self._outgoing.copy(self._slot(self.rank, index)[: piece.numel()], piece)
+            for reader in readers:
+                self._outgoing.write(self._word(self.rank, reader, index), _FULL)
 
     def sent(self) -> Callable[[], None]:
         """What has the computation wait until all is sent that is now being sent."""
@@ -199,48 +203,36 @@ class HostMemory:
         """
         self._come_to_call()
         self._incoming.after_what_is_computed()
-        pieces, ends = {source: _pieces(into[source]) for source in self.sources}, {}
-        longest = max(map(len, pieces.values()))
+        pieces = {x: self._pieces(into[x], x, x if for_all else self.rank) for x in self.sources}
+        ends, longest = {}, max(map(len, pieces.values()))
         # A slot for all is filled again when all have emptied it. Where one waits for the rest of a message, another
         # for that of a second one, and so on, none would come.
         in_a_row = SLOTS if for_all else longest
         for start in range(0, longest, in_a_row or 1):
             for source in self.sources:
-                for piece in pieces[source][start : start + in_a_row]:
-                    self._empty(source, source if for_all else self.rank, piece)
+                for piece, index in pieces[source][start : start + in_a_row]:
+                    word = self._word(source, self.rank, index)
+                    self._incoming.wait(word, _FULL)
+                    self._incoming.copy(piece, self._slot(source, index)[: piece.numel()])
+                    self._incoming.write(word, _EMPTY)
                 ends[source] = self._incoming.end()
         last = self._incoming.end()
         return lambda source=None: ends.get(source, last)()
 
     def _come_to_call(self) -> None:
-        """Each begins as all others: a replay leaves all slots empty, and one whose capture failed never ran."""
+        """What a call whose capture failed has left is none of the next one's."""
         call = current_call()
         number = None if call is None else call.number
         if number != self._call:
-            self._call, self._next = number, {}
+            self._call = number
             self._outgoing.drop()
             self._incoming.drop()
 
-    def _fill(self, targets: Sequence[int], place: int, piece: Tensor) -> None:
-        index = self._take_slot(self.rank, place)
-        words = [self._word(self.rank, target, index) for target in targets]
-        for word in words:
-            self._outgoing.wait(word, _EMPTY)
-        self._outgoing.copy(self._slot(self.rank, place, index)[: piece.numel()], piece)
-        for word in words:
-            self._outgoing.write(word, _FULL)
-
-    def _empty(self, source: int, place: int, piece: Tensor) -> None:
-        index = self._take_slot(source, place)
-        word = self._word(source, self.rank, index)
-        self._incoming.wait(word, _FULL)
-        self._incoming.copy(piece, self._slot(source, place, index)[: piece.numel()])
-        self._incoming.write(word, _EMPTY)
-
-    def _take_slot(self, source: int, place: int) -> int:
-        index = self._next.get((source, place), 0)
-        self._next[source, place] = (index + 1) % SLOTS
-        return index
+    def _pieces(self, x: Tensor, source: int, target: int) -> list[tuple[Tensor, int]]:
+        """What fits into a slot each of a message [n], and that slot; it is for all, if `target` is the source."""
+        pieces = x.view(torch.uint8).split(SLOT) if x.numel() else ()
+        first = (target - source) % self.world * len(pieces)  # messages as long for each go through slots in turn
+        return [(piece, (first + index) % SLOTS) for index, piece in enumerate(pieces)]
 
     def works(self) -> bool:
         """Whether what this rank is sent in a graph comes; all of them call it."""
@@ -275,7 +267,7 @@ class HostMemory:
 
 def _size(world: int) -> int:
     """Bytes of a file."""
-    return world * SLOTS * (SLOT + _LINE)
+    return SLOTS * (SLOT + world * _LINE)
 
 
 def make_file(world: int) -> str:
@@ -306,11 +298,6 @@ def _register(memory: HostMemory, shared: Sequence[Tensor]) -> None:
             raise RuntimeError(f"cudaHostRegister answers {code}")
         end = weakref.finalize(memory, lambda x: runtime.cudaHostUnregister(x.data_ptr()), each)
         end.atexit = False  # when all goes; a GPU that still waits would keep the process
-
-
-def _pieces(x: Tensor) -> list[Tensor]:
-    """What fits into a slot each."""
-    return list(x.view(torch.uint8).split(SLOT)) if x.numel() else []
 
 
 # Of each group that has tried; None where messages do not go through it.
