@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .axis import Axis
+from .compression import EXACT
 
 
 def computes_beside(*axes: Axis) -> bool:
@@ -53,6 +54,15 @@ def goes_in_groups(axis: Axis) -> bool:
     Over fast links that costs more than it hides, too, and a kernel of few heads has a longer tail.
     """
     return axis.slow_links
+
+
+def goes_in_halves(heads: int, axis: Axis) -> bool:
+    """Whether Ulysses sends half of so many heads at a time, where a sequence is too short for groups: compiled.
+
+    The attention of a half is beside messages of the other. In 8 bits, of which there is less to hide, twice as many
+    messages cost more than that.
+    """
+    return begins_early(axis) and axis.communication == EXACT and heads >= 2 * axis.size
 
 
 def goes_by_gather(axis: Axis) -> bool:

@@ -127,7 +127,7 @@ def _start_exchange(
 def exchange_in_group(
     x: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """`exchange`, exact and without gradients, in a process group."""
+    """An all-to-all, exact and without gradients, in a process group."""
     if torch.compiler.is_compiling():
         return funcol.all_to_all_single(x, list(receive), list(send), group)
     if of_captured_call(group.group_name) is not None:
@@ -267,24 +267,15 @@ def gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.
     return _all_gather_compressed(x, sizes, axis)
 
 
-def exchange(
-    parts: list[torch.Tensor], dim: int, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
-) -> torch.Tensor:
-    """All-to-all of what is `joined`, which holds `send[i]` elements for each rank i.
-
-    Returns:
-        [sum(receive)], in rank order.
-    """
-    return start_exchange(parts, dim, send, receive, axis)()
-
-
 def start_exchange(
     parts: list[torch.Tensor], dim: int, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
 ) -> Callable[[], torch.Tensor]:
-    """Begin to `exchange`; in compiled code over slow links others may begin before it has come.
+    """Begin an all-to-all of what is `joined`, which holds `send[i]` elements for each rank i.
+
+    In compiled code over slow links others may begin before it has come.
 
     Returns:
-        A function that waits, and answers what came.
+        A function that waits, and answers [sum(receive)], in rank order.
     """
     trained = any(map(_needs_grad, parts))
     plain = not trained and axis.communication == EXACT and all(part.dtype == parts[0].dtype for part in parts)

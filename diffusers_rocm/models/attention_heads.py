@@ -16,7 +16,7 @@ from torch import Tensor
 from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
 from ..distributed.choices import begins_early
-from ..distributed.collectives import exchange, exchange_in_group, joined, start_exchange
+from ..distributed.collectives import exchange_in_group, joined, start_exchange
 from ..distributed.compression import compress_parts, compressed_size, decompress_parts
 from ..distributed.sharding import Block
 from .attention_kernels import KERNELS
@@ -138,14 +138,57 @@ def _start_to_scatter(cuts: Sequence[Cut], lengths: tuple[int, ...], axis: Axis)
 
 def gather_heads(out: Tensor, heads: int, lengths: tuple[int, ...], axis: Axis) -> Tensor:
     """Tokens of the group with this rank's heads -> tokens of this rank with all heads."""
+    parts = _start_to_gather(out, _shares(heads, heads, axis.size), lengths, axis)()
+    return torch.cat(parts, dim=2).transpose(0, 1)
+
+
+def _start_to_gather(
+    out: Tensor, shares: Sequence[Share], lengths: tuple[int, ...], axis: Axis
+) -> Callable[[], list[Tensor]]:
+    """Begin to send each rank its tokens; what waits, and answers [S, B, heads, D] of each rank's share."""
     batch, _, count, size = out.shape
     length = lengths[axis.rank]
     send = tuple(each * batch * count * size for each in lengths)
-    counts = [queries.stop - queries.start for queries, _ in _shares(heads, heads, axis.size)]
-    receive = tuple(length * batch * each * size for each in counts)
-    received = exchange([out.transpose(0, 1)], 0, send, receive, axis)
-    parts = [part.view(length, batch, -1, size) for part in received.split(receive)]
-    return torch.cat(parts, dim=2).transpose(0, 1)
+    receive = tuple(length * batch * each * size for each in _counts(*(queries for queries, _ in shares)))
+    arrive = start_exchange([out.transpose(0, 1)], 0, send, receive, axis)
+    return lambda: [part.view(length, batch, -1, size) for part in arrive().split(receive)]
+
+
+def attention_in_halves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    lengths: tuple[int, ...],
+    axis: Axis,
+) -> Tensor:
+    """Ulysses half of the heads at a time, in compiled code, which puts what is computed beside what is on its way.
+
+    All values go first, as in `scatter_heads`.
+
+    Args:
+        q: [B, S, H, D], this rank's tokens; k, v: [B, S, Hk, D].
+        mask: None, or broadcastable to [B, heads of this rank, sum(lengths), sum(lengths)].
+        attend: attention of some heads of this rank, of all tokens.
+        lengths: tokens of every rank.
+    """
+    heads, key_heads, rank, back = q.shape[2], k.shape[2], axis.rank, []
+    whole, *halves = (_shares(heads, key_heads, axis.size, *half) for half in ((0, 1), (0, 2), (1, 2)))
+    values = _start_to_scatter(_cuts(q, k, v, whole)[2:], lengths, axis)
+    others = [_start_to_scatter(_cuts(q, k, v, half)[:2], lengths, axis) for half in halves]
+    (v,) = values()
+    for half, arrive in zip(halves, others, strict=True):
+        queries, keys = (_within(each, of_all) for each, of_all in zip(half[rank], whole[rank], strict=True))
+        attended = _attended(*arrive(), v[:, :, keys], half[rank], heads // key_heads)
+        out = attend(*attended, mask if mask is None or mask.shape[1] == 1 else mask[:, queries])
+        back.append(_start_to_gather(out, half, lengths, axis))
+    parts = zip(*(arrive() for arrive in back), strict=True)
+    return torch.cat([part for of_rank in parts for part in of_rank], dim=2).transpose(0, 1)
+
+
+def _within(heads: slice, of: slice) -> slice:
+    return slice(heads.start - of.start, heads.stop - of.start)
 
 
 def _in_groups(
@@ -208,7 +251,7 @@ def _in_groups(
         return send(tokens_first(*outs).flatten(), outgoing, incoming, beside), incoming
 
     parts = [_shares(heads, k.shape[2], world, index, groups) for index in range(groups)]
-    first, outs, back = parts[0][rank][0].start, [], []
+    whole, outs, back = _shares(heads, heads, world)[rank][0], [], []
     arrive = send_group(0)
     for index in range(groups):
         share, received = parts[index][rank], arrive()
@@ -218,8 +261,7 @@ def _in_groups(
             arrive = None  # it holds what came
             back.append(send_back(outs, range(index), beside=True))
             outs = []
-        own = slice(share[0].start - first, share[0].stop - first)
-        rows = mask if mask is None or mask.shape[1] == 1 else mask[:, own]
+        rows = mask if mask is None or mask.shape[1] == 1 else mask[:, _within(share[0], whole)]
         counts = _counts(share[0], share[1], share[1])
         # No name for what the kernel takes, or answers, which would keep it beyond the next.
         outs.append(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..distributed.axis import Axis
 from ..distributed.beside import pass_on, send_to_all
-from ..distributed.choices import goes_in_groups, groups_of_heads, hides_a_hop
+from ..distributed.choices import goes_in_groups, goes_in_halves, groups_of_heads, hides_a_hop
 from ..distributed.collectives import (
     all_gather,
     copy_to_axis,
@@ -27,6 +27,7 @@ from ..distributed.compression import EXACT, compress, compressed_size, decompre
 from ..distributed.sharding import Block
 from .attention_heads import (
     attention_in_groups,
+    attention_in_halves,
     for_queries,
     gather_heads,
     remembered,
@@ -159,6 +160,12 @@ def attention(
         if kernel.name in KERNELS:
             where = lengths, axis.rank, groups, axis.group.group_name, axis.communication == EXACT
             return attention_in_groups(q, k, v, mask, scale, kernel.name, *where)
+    if goes_in_halves(heads, axis) and layout.ring.size == 1:
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return choose(q, mask, False)(q, k, v, mask, scale)[0]
+
+        return attention_in_halves(q, k, v, mask, attend, lengths, axis)
     q, k, v = scatter_heads(q, k, v, lengths, axis)
     return gather_heads(
         _attention_over_ring(q, k, v, mask, scale, layout, choose, rotate_method), heads, lengths, axis

@@ -2,7 +2,7 @@
 
 import unittest
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -95,7 +95,10 @@ def exchange_worker(
     x = randn(sum(send), seed=axis.rank)
     wanted = exchange_in_group(x, send, receive, axis.group)
     torch._dynamo.reset()
-    exchange = collectives.exchange
+
+    def exchange(*args: Any) -> torch.Tensor:
+        return collectives.start_exchange(*args)()
+
     if compiled:
         exchange = torch.compile(exchange, fullgraph=True, backend="aot_eager")
     messages = []

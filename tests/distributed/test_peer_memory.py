@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_memory, peer_products
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.collectives import all_gather_int64, exchange
+from diffusers_rocm.distributed.collectives import all_gather_int64, start_exchange
 from diffusers_rocm.distributed.graph_calls import call_of_a_graph
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.distributed.peer_memory import (
@@ -217,10 +217,10 @@ def ways_worker(folder: str) -> dict[str, tuple[bool, int]]:
     with mapped_memory(folder):
         for name, (parts, dim, sent, how) in ways.items():
             send, receive = sent[plain.rank], tuple(each[plain.rank] for each in sent)
-            wanted = exchange(parts, dim, send, receive, replace(plain, **how))
+            wanted = start_exchange(parts, dim, send, receive, replace(plain, **how))()
             for captured in (False, True):
                 with call_of_a_graph(captured), torch.profiler.profile() as profile:
-                    answer = exchange(parts, dim, send, receive, replace(reached, **how))
+                    answer = start_exchange(parts, dim, send, receive, replace(reached, **how))()
             fetched = [event.name for event in profile.events()].count("diffusers_rocm::fetch_all_to_all")
             equal = torch.equal(answer, wanted) and answer.requires_grad == wanted.requires_grad
             found[name] = equal and answer.dtype == wanted.dtype, fetched

@@ -15,7 +15,7 @@ from parameterized import parameterized
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import ContextParallelConfig
-from diffusers_rocm.distributed import choices
+from diffusers_rocm.distributed import choices, collectives
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.choices import Busy
 from diffusers_rocm.models import attention_heads, attention_parallel
@@ -158,6 +158,16 @@ class TestSchedules(unittest.TestCase):
         for error in run_ranks(ring * ulysses, compiled_worker, ring, ulysses, rotate, kind):
             assert error <= 1e-6, error
 
+    @parameterized.expand(
+        [(2, None, "exact"), (2, "keys, every head", "exact"), (3, "rows, every head", "exact"), (2, None, "int8")]
+    )
+    def test_compiled_in_halves(self, ulysses, kind, communication):
+        # Values, and of each half queries and keys, and what goes back.
+        messages = 5 if communication == "exact" else 3
+        for error, sent in run_ranks(ulysses, halves_worker, ulysses, kind, communication):
+            assert error <= (1e-6 if communication == "exact" else 0.02), error
+            assert sent == messages, sent
+
     @parameterized.expand([("no lse",), ("no mask",), ("other direction",)])
     def test_wrong_twins_fail(self, twin):
         for ours, wrong in run_ranks(3, wrong_twin_worker, twin):
@@ -247,6 +257,31 @@ def compiled_worker(ring, ulysses, rotate, kind) -> float:
     context, rotate = method(rotate)
     with context:
         return relative_l2(compiled(*mine, mask), step(*mine, mask))
+
+
+@torch.no_grad()
+def halves_worker(ulysses, kind, communication) -> tuple[float, int]:
+    """Relative error of a sequence too short for groups of heads, compiled, and how many messages it sends."""
+    cp, ring_axis, ulysses_axis = axes(1, ulysses)
+    streams, sent = (7, 18), 0
+    layout = Layout(streams, ring_axis, replace(ulysses_axis, communication=communication))
+    q, k, v = tensors(streams, 6, 3, 2)
+    mask = None if kind is None else full_mask(kind, streams, 6, 2)
+    want = layout.take(reference(q, *(x.repeat_interleave(2, 2) for x in (k, v)), mask)[0], 1, layout.rank)
+
+    def count(graph, inputs):
+        nonlocal sent
+        sent += len(graph.graph.find_nodes(op="call_function", target=torch.ops.diffusers_rocm.begin_all_to_all))
+        return graph
+
+    def step(*mine):
+        return attention(*mine, mask, None, False, layout, cp, choose)
+
+    torch._dynamo.reset()
+    context, _ = method("at once")
+    with context, patch.object(collectives, "COMPRESSED_FROM", 1):
+        out = torch.compile(step, fullgraph=True, backend=count)(*(layout.take(x, 1, layout.rank) for x in (q, k, v)))
+    return relative_l2(out, want), sent
 
 
 @torch.no_grad()
