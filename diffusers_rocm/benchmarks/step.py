@@ -250,7 +250,7 @@ class _Runner:
         alone = row.name == "device-map"  # one process that has all GPUs
         here = not alone or self._world.rank == 0
         step = graph = output = None
-        with _noted(row, self._world):
+        with noted(row, self._world):
             if here:
                 model = self._build()
                 step = self._step(model, inputs(self._known, self._request.size, model, self._dtype))
@@ -265,7 +265,7 @@ class _Runner:
         if not row.note:
             self._together()
             self._reset_peaks()
-            with _noted(row, self._world):
+            with noted(row, self._world):
                 if here:
                     row.milliseconds += [self._clock.milliseconds(step) for _ in range(self._request.repeats)]
                     output = step().clone()
@@ -381,8 +381,8 @@ def bar_of(blocks: int, dtype: torch.dtype, lossy: bool) -> float:
 
 
 @contextlib.contextmanager
-def _noted(row: Row, world: Axis) -> Iterator[None]:
-    """What cannot be had is noted in the row, on all ranks; peers raise all kinds of errors."""
+def noted(row: Any, world: Axis) -> Iterator[None]:
+    """What cannot be had becomes the row's `note`, on all ranks; peers raise all kinds of errors."""
     try:
         with fail_together("have it so", world):
             yield

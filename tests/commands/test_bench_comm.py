@@ -3,13 +3,15 @@
 import subprocess
 import sys
 import unittest
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
 from parameterized import parameterized
 
-from diffusers_rocm.benchmarks import step
-from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, measure_comm
+from diffusers_rocm.benchmarks import comm, step
+from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, MeshComm, comm_table, measure_comm
 
 from ..testing_utils import run_ranks
 from .test_bench_step import request
@@ -19,8 +21,10 @@ from .test_known_models import SMALL
 def comm_worker(mesh: str) -> tuple[list[Collective], set[float]]:
     """As measured, and the microseconds of each where every measurement is 10 ms."""
     with mock.patch.object(step.Clock, "milliseconds", lambda *_: 10.0):
-        same = {x for each in measure_comm(request(mesh)) for x in each.microseconds}
-    return measure_comm(request(mesh)), same
+        same = {x for each in measure_comm(request(mesh))[0].collectives for x in each.microseconds}
+    (found,) = measure_comm(request(mesh))
+    assert found.note == "" and found.distance <= step.BARS[torch.float32]
+    return found.collectives, same
 
 
 def buffers_worker(blocks: int) -> int:
@@ -28,6 +32,23 @@ def buffers_worker(blocks: int) -> int:
     with mock.patch.object(torch, "zeros_like", wraps=torch.zeros_like) as made:
         measure_comm(request("ulysses=2", config=SMALL["flux"] | {"num_single_layers": blocks}))
     return made.call_count
+
+
+def meshes_worker() -> tuple[list[MeshComm], list[Any]]:
+    """Of a mesh that is right, one that is farther off than it may be, and one that cannot be had; and what is timed,
+    in order."""
+    order: list[Any] = []
+
+    def milliseconds(clock: step.Clock, work: Callable[[], None]) -> float:
+        work()
+        order.append(work)
+        return 10.0
+
+    as_near = mock.patch.object(comm, "bar_of", lambda *_: step.BARS[torch.float32])
+    one_head = SMALL["flux"] | {"num_attention_heads": 1, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 12]}
+    with as_near, mock.patch.object(step.Clock, "milliseconds", milliseconds):
+        found = measure_comm(request("ring=2", "ring=2,int8", "ulysses=2", config=one_head))
+    return found, [order.index(work) for work in order]
 
 
 class TestBenchComm(unittest.TestCase):
@@ -52,6 +73,20 @@ class TestBenchComm(unittest.TestCase):
             given = sum(each.calls * each.sent[0] for each in found if each.name == "all-to-all")
             assert mesh == "tp=2" or given == 3 * 4 * (image + image // 16) // 4, given
 
+    def test_comm_of_several_meshes(self):
+        for (ring, rounded, ulysses), order in run_ranks(2, meshes_worker):
+            assert ring.collectives and not ring.note, ring
+            assert rounded.note.startswith("wrong: ") and not rounded.collectives, rounded
+            assert ulysses.note.startswith("not run: ValueError: ") and not ulysses.collectives, ulysses
+            count = len(ring.collectives)
+            # Twice, after once before; each time from another one on.
+            before, *turns = (order[index : index + count] for index in range(0, len(order), count))
+            assert [sorted(turn) for turn in turns] == [before, before] and turns[0] != turns[1], order
+            table = comm_table([ring, rounded, ulysses]).splitlines()
+            names = [line.partition(": ")[0] for line in table if ": " in line]
+            assert names == ["ring=2", "ring=2,int8", "ulysses=2"], table
+            assert len(table) == 1 + 3 + count + 1, table
+
     def test_comm_of_what_cannot_be_had(self):
         config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
         command = [sys.executable, "-m", "diffusers_rocm", "bench", "comm", "--device", "cpu", "--mesh", "ulysses=2"]
@@ -59,7 +94,8 @@ class TestBenchComm(unittest.TestCase):
             [*command, "--resolution", "64", "--config", *config], capture_output=True, text=True, timeout=240
         )
         assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
-        assert run.stderr.splitlines()[-1].startswith("diffusers-rocm: Ulysses over 2 ranks needs as many heads"), run
+        assert "ulysses=2: not run: ValueError: Ulysses over 2 ranks needs as many heads" in run.stdout, run
+        assert run.stderr.splitlines()[-1] == "diffusers-rocm: wrong or not run, 1 of 1 meshes: ulysses=2", run
 
 
 if __name__ == "__main__":
