@@ -8,8 +8,8 @@ that the receiver's process maps too, and from there into its GPU.
 Each rank has few slots, so that the caches of the processor may hold them all, and for each slot and each other rank a
 word, which says whether it is full for that one. The sender waits until a slot is empty, fills it, and says so; the
 receiver waits until it is full for it, empties it, and says so. What is longer goes a slot at a time: some are filled
-while others are emptied. What is for all is filled once. Which slots a message takes follows from who sends it to whom
-and its length, which is what both sides know of it.
+while others are emptied. What is for all is filled once. Which slots a message takes follows from what both sides
+know: who sends it to whom, its length, and what has gone from the one to the other in this call.
 
 Messages go in the same order on all ranks, and of each the part for the next rank goes first, then that for the one
 after it: so among ranks that wait for each other, those who are least far can always go on.
@@ -27,6 +27,7 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -137,7 +138,9 @@ class HostMemory:
         # The other ranks, from the next one on: whom one sends to first receives from it first.
         self.targets = [(rank + step) % self.world for step in range(1, self.world)]
         self.sources = [(rank - step) % self.world for step in range(1, self.world)]
-        self._call: int | None = None  # the number of the one that runs
+        # Of the call that runs, its number, and the pieces that have gone from whom to whom, to all as to itself.
+        self._call: int | None = None
+        self._gone: Counter[tuple[int, int]] = Counter()
 
     def _slot(self, source: int, index: int) -> Tensor:
         return self._shared[source][: SLOTS * SLOT].view(SLOTS, SLOT)[index]
@@ -220,18 +223,21 @@ class HostMemory:
         return lambda source=None: ends.get(source, last)()
 
     def _come_to_call(self) -> None:
-        """What a call whose capture failed has left is none of the next one's."""
+        """What a call whose capture failed has left, and counted, is none of the next one's."""
         call = current_call()
         number = None if call is None else call.number
         if number != self._call:
-            self._call = number
+            self._call, self._gone = number, Counter()
             self._outgoing.drop()
             self._incoming.drop()
 
     def _pieces(self, x: Tensor, source: int, target: int) -> list[tuple[Tensor, int]]:
         """What fits into a slot each of a message [n], and that slot; it is for all, if `target` is the source."""
         pieces = x.view(torch.uint8).split(SLOT) if x.numel() else ()
-        first = (target - source) % self.world * len(pieces)  # messages as long for each go through slots in turn
+        first, step = self._gone[source, source], (target - source) % self.world
+        if step:  # slots are taken in turn where messages are as long for each
+            first += (self.world - 1) * self._gone[source, target] + (step - 1) * len(pieces)
+        self._gone[source, target] += len(pieces)
         return [(piece, (first + index) % SLOTS) for index, piece in enumerate(pieces)]
 
     def works(self) -> bool:

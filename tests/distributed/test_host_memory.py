@@ -77,6 +77,26 @@ def exchange_worker() -> list[bool]:
     return found
 
 
+def turns_worker() -> list[int]:
+    """The slots that this rank's messages take, two pieces each: two for each other rank, one for all, and again."""
+    axis, taken = Axis.of_all(), []
+    with on_a_cpu():
+        assert share_on(axis)
+        memory = host_memory.of_group(axis.group.group_name)
+        slot = memory._slot
+
+        def noted(source: int, index: int) -> Tensor:
+            taken.extend([index] * (source == axis.rank))
+            return slot(source, index)
+
+        parts = torch.zeros(2, axis.size, 2 * host_memory.SLOT, dtype=torch.uint8)
+        with mock.patch.object(memory, "_slot", noted):
+            for _ in range(2):
+                for sent in (parts[0], parts[0], parts[0, 0]):
+                    memory.begin(sent if sent.ndim == 1 else sent.unbind(), parts[1].unbind())()
+    return taken
+
+
 def products_of_slices_worker(short: int, communication: str) -> list[bool]:
     """Whether products of slices of tokens, and sums, are right in each order of messages; what is sent is late. Of
     these lengths each rank's rows are cut where two are not short."""
@@ -304,6 +324,15 @@ class TestHostMemory(unittest.TestCase):
     def test_exchange(self):
         for found in run_ranks(3, exchange_worker):
             self.assertEqual(found, [True] * (3 * 7 + 1))
+
+    @parameterized.expand([2, 3])
+    def test_slots_are_taken_in_turn(self, world):
+        for taken in run_ranks(world, turns_worker):
+            of_each = 2 * (2 * 2 * (world - 1) + 2)
+            starts = [0, *(index for index in range(1, of_each) if taken[index] != (taken[index - 1] + 1) % 4)]
+            # But for what is for all, of whose slot others know nothing of what this rank has sent to each.
+            self.assertEqual(len(taken), of_each)
+            self.assertLessEqual(set(starts), {0, of_each // 2 - 2, of_each // 2, of_each - 2})
 
     def test_compiled(self):
         for found in run_ranks(3, compiled_worker):
