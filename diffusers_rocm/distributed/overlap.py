@@ -117,30 +117,48 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     return node
 
 
-_PRODUCTS = (ir.ExternKernelOut, ir.TemplateBuffer)
-
-
 def share_products(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-    """A pass over what is ordered already: a message that has nothing beside it takes a product from the one before.
+    """A pass over what is ordered already: a message that has nothing beside it takes a product from one before.
 
-    That is the last one, if there are others, and if nothing needs it earlier.
+    That is from the last that has another one, or an attention, and can do without: if nothing needs it earlier.
     """
     order = list(nodes)
-    for earlier, later in itertools.pairwise([node for node in order if contains_collective(node)]):
-        products = [node for node in _beside(order, earlier) if isinstance(node.node, _PRODUCTS)]
-        if len(products) < 2 or _beside(order, later):
+    messages = [node for node in order if contains_collective(node)]
+    for index, message in enumerate(messages):
+        if _beside(order, message):
             continue
-        start, stop = order.index(products[-1]), order.index(later)
-        made = products[-1].get_buffer_names()
-        if not any(need.name in made for node in order[start : stop + 1] for need in node.unmet_dependencies):
-            order[start : stop + 1] = [*order[start + 1 : stop + 1], products[-1]]
+        for earlier in reversed(messages[:index]):
+            beside = _beside(order, earlier)
+            products = [node for node in beside if _is_product(node)]
+            if len(beside) > 1 and products and _move(order, products[-1], message):
+                break
     return order
 
 
+def _move(order: list[BaseSchedulerNode], product: BaseSchedulerNode, message: BaseSchedulerNode) -> bool:
+    """To after the message, if nothing up to it needs what the product makes."""
+    start, stop, made = order.index(product), order.index(message), product.get_buffer_names()
+    if any(need.name in made for node in order[start : stop + 1] for need in node.unmet_dependencies):
+        return False
+    order[start : stop + 1] = [*order[start + 1 : stop + 1], product]
+    return True
+
+
 def _beside(order: list[BaseSchedulerNode], message: BaseSchedulerNode) -> list[BaseSchedulerNode]:
-    """What comes between a message and the next one, or the next wait."""
+    """Products and attention between a message and the next one, or its wait."""
+    sent = message.get_buffer_names()
+
+    def ends(node: BaseSchedulerNode) -> bool:
+        waited = contains_wait(node) and any(need.name in sent for need in node.unmet_dependencies)
+        return waited or contains_collective(node)
+
     rest = itertools.islice(order, order.index(message) + 1, None)
-    return list(itertools.takewhile(lambda node: not (contains_collective(node) or contains_wait(node)), rest))
+    beside = itertools.takewhile(lambda node: not ends(node), rest)
+    return [node for node in beside if _is_product(node) or "attention" in str(getattr(node.node, "op_overload", ""))]
+
+
+def _is_product(node: BaseSchedulerNode) -> bool:
+    return isinstance(node.node, (ir.ExternKernelOut, ir.TemplateBuffer))
 
 
 # For `torch.compile(options=...)`.
