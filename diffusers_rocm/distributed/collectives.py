@@ -24,7 +24,7 @@ from .compression import (
     decompress_parts,
 )
 from .graph_calls import come_to
-from .host_memory import begin_gather, of_captured_call
+from .host_memory import begin_gather, carries, of_captured_call
 from .peer_memory import exchange_by_copies
 
 
@@ -107,8 +107,8 @@ def _start_exchange(
     x: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
 ) -> Callable[[], torch.Tensor]:
     """`start_exchange`, exact, by the process group."""
-    own, other = axis.rank, 1 - axis.rank
-    copied = not torch.compiler.is_compiling() and of_captured_call(axis.group.group_name) is not None
+    own, other, name = axis.rank, 1 - axis.rank, axis.group.group_name
+    copied = carries(name) if torch.compiler.is_compiling() else of_captured_call(name) is not None
     if not copied and goes_by_gather(axis) and send[other] == receive[other]:
         parts = x.split(send)
         gather = _start_gather(parts[other], axis)

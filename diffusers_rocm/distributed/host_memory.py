@@ -357,6 +357,12 @@ def of_group(group: str) -> HostMemory | None:
     return _memories.get(group)
 
 
+@torch.compiler.assume_constant_result
+def carries(group: str) -> bool:
+    """Whether messages of captured calls of a group go so."""
+    return of_group(group) is not None
+
+
 def of_captured_call(group: str) -> HostMemory | None:
     """The same, if the call that runs is captured."""
     call = current_call()

@@ -92,7 +92,7 @@ def _gather_slices(
 
 def _place(size: int, device: torch.device, group: str) -> Any:
     """As `take_place`; where messages go through the host's memory there is none."""
-    return None if host_memory.of_group(group) is not None else take_place(size, device, group)
+    return None if host_memory.carries(group) else take_place(size, device, group)
 
 
 def _gather_by_group(

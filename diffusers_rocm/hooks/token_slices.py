@@ -19,7 +19,7 @@ from ..distributed.axis import Axis
 from ..distributed.choices import goes_by_copies
 from ..distributed.collectives import all_gather, on_all_ranks
 from ..distributed.compression import EXACT
-from ..distributed.host_memory import of_group
+from ..distributed.host_memory import carries
 from ..distributed.links import reaches_memory
 from ..distributed.mesh import Axes
 from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter, teach_compiler
@@ -76,7 +76,7 @@ class TokenSlices:
         self.remove()
         reached = wanted and goes_by_copies(self.axis) and self.axis.communication == EXACT
         reached = reached and reaches_memory(self.axis)
-        if reached or wanted and of_group(self.axis.group.group_name) is not None:
+        if reached or wanted and carries(self.axis.group.group_name):
             teach_compiler()
             self._hang()
         return reached

@@ -1,6 +1,7 @@
 """What every rank must agree on goes through `broadcast_from_first` (bug TP-2 of docs/tp_bugs.md)."""
 
 import unittest
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
-from diffusers_rocm.distributed import collectives
+from diffusers_rocm.distributed import collectives, host_memory
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import (
     all_gather,
@@ -112,6 +113,26 @@ def exchange_worker(
     return relative_l2(got, wanted), len(messages)
 
 
+def compiled_exchange_worker() -> list[list[str]]:
+    """What an exchange of two GPUs over slow links is in compiled code, without shared memory of the host and with."""
+    axis = replace(mesh_axes({"ulysses": 2}).ulysses, slow_links=True, device=torch.device("cuda"))
+    names, found = ("begin_all_gather", "begin_all_to_all"), []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        targets = [node.target for node in graph.graph.nodes]
+        found.append([name for name in names if getattr(torch.ops.diffusers_rocm, name) in targets])
+        return graph
+
+    for memory in (None, object()):
+        torch._dynamo.reset()
+        with mock.patch.dict(host_memory._memories, {axis.group.group_name: memory}):
+            exchange = torch.compile(
+                lambda x: collectives.start_exchange([x], 0, (4, 4), (4, 4), axis)(), backend=noted
+            )
+            exchange(torch.ones(8))
+    return found
+
+
 class TestCollectives(unittest.TestCase):
     @parameterized.expand([(2,), (4,)])
     def test_inputs_are_equal_after_the_broadcast(self, world):
@@ -138,6 +159,9 @@ class TestCollectives(unittest.TestCase):
         """GPUs over slow links, as many for each other as the other has for it: a gather. Else as ever."""
         for error, plain in run_ranks(2, exchange_worker, sizes, *how):
             assert error <= (0 if "exact" in how else 0.01) and plain == messages, (error, plain)
+
+    def test_exchange_of_two_through_the_host(self):
+        assert run_ranks(2, compiled_exchange_worker) == [[["begin_all_gather"], ["begin_all_to_all"]]] * 2
 
     @parameterized.expand([((3, 3),), ((3, 2),), ((5, 4, 4),), ((1, 1, 1, 0),)])
     def test_gather_of_uneven_slices(self, sizes):
