@@ -40,7 +40,7 @@ FILES = (
     "step_flux_65k_4xh200_p2p_off",
     "step_hunyuan_video_4xh200",
     "step_flux_graphs_2xh200",
-    "step_flux_graphs_2xh200_p2p_off",
+    "step_flux_graphs_2xh200_p2p_off_earlier",
     "step_flux_2048_2xh100",
     "step_flux_2048_2xh100_p2p_off",
     "step_flux_65k_2xh100",
