@@ -87,20 +87,23 @@ def all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -
 
     The sizes may differ by rank: shorter slices are padded for the exchange, which no backend does unevenly.
     """
+    return _start_all_gather(x, sizes, axis, dim)()
+
+
+def _start_all_gather(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int) -> Callable[[], torch.Tensor]:
     if axis.size == 1:
-        return x
+        return lambda: x
     dim %= x.ndim
     padding = (0, 0) * (x.ndim - dim - 1) + (0, max(sizes) - x.shape[dim])
-    stacked = all_gather_stacked(torch.nn.functional.pad(x, padding) if padding[-1] else x, axis)
-    if dim == 0 and min(sizes) == max(sizes):
-        return stacked.flatten(0, 1)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked.unbind(0), sizes, strict=True)], dim)
+    gather = _start_gather(torch.nn.functional.pad(x, padding) if padding[-1] else x, axis)
 
+    def arrive() -> torch.Tensor:
+        stacked = gather()
+        if dim == 0 and min(sizes) == max(sizes):
+            return stacked.flatten(0, 1)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
 
-def _all_gather_compressed(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    counts = [size * x.shape[1:].numel() for size in sizes]
-    records = all_gather(compress(x.flatten()), tuple(map(compressed_size, counts)), axis, 0)
-    return decompress_parts(records, counts, x.dtype).view(-1, *x.shape[1:])
+    return arrive
 
 
 def _start_exchange(
@@ -260,11 +263,20 @@ def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: i
     return _Gather.apply(x, sizes, axis, dim) if _needs_grad(x) else all_gather(x, sizes, axis, dim)
 
 
-def gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    """Activations [sizes[rank], ...] of all ranks, joined along dim 0."""
-    if _needs_grad(x) or axis.communication == EXACT:
-        return gather_from_axis(x, sizes, axis, 0)
-    return _all_gather_compressed(x, sizes, axis)
+def start_gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> Callable[[], torch.Tensor]:
+    """Begin to gather activations [sizes[rank], ...] of all ranks, as `start_exchange` begins.
+
+    Returns:
+        A function that waits, and answers them, joined along dim 0.
+    """
+    if _needs_grad(x):
+        gathered = _Gather.apply(x, sizes, axis, 0)
+        return lambda: gathered
+    if axis.communication == EXACT:
+        return _start_all_gather(x, sizes, axis, 0)
+    counts = [size * x.shape[1:].numel() for size in sizes]
+    arrive = _start_all_gather(compress(x.flatten()), tuple(map(compressed_size, counts)), axis, 0)
+    return lambda: decompress_parts(arrive(), counts, x.dtype).view(-1, *x.shape[1:])
 
 
 def start_exchange(

@@ -16,13 +16,8 @@ from torch import Tensor
 
 from ..distributed.axis import Axis
 from ..distributed.beside import pass_on, send_to_all
-from ..distributed.choices import goes_in_groups, goes_in_halves, groups_of_heads, hides_a_hop
-from ..distributed.collectives import (
-    all_gather,
-    copy_to_axis,
-    gather_from_axis,
-    gather_tokens,
-)
+from ..distributed.choices import begins_early, goes_in_groups, goes_in_halves, groups_of_heads, hides_a_hop
+from ..distributed.collectives import all_gather, copy_to_axis, gather_from_axis, start_gather_tokens
 from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
 from ..distributed.sharding import Block
 from .attention_heads import (
@@ -195,9 +190,7 @@ def _attention_over_ring(
     hides = hides_a_hop(rows, max(lengths), q.shape[3], q.device, ring) if rotate_method == "p2p" else groups > 1
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
     if needs_grad(q, k, v) or not hides or whole_only:
-        # Views of one gathered message; its gradients are summed.
-        message = copy_to_axis(gather_tokens(tokens_first(k, v), lengths, ring), ring)
-        out, _ = kernel(q, *_keys_of(message, q.shape[2]), mask, scale)
+        out, _ = kernel(q, *_keys_of_all(k, v, q.shape[2], lengths, ring), mask, scale)
         return out
     # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
     compiling, name, group = torch.compiler.is_compiling(), kernel.name, ring.group.group_name
@@ -254,10 +247,25 @@ def attention_after_whole_keys(
         q, k, v = scatter_heads(q, k, v, of_group, axis)
         mask = _mask_of_group(mask, heads, layout)
     if layout.ring.size > 1:
-        message = copy_to_axis(gather_tokens(tokens_first(k, v), layout.ring_lengths(), layout.ring), layout.ring)
-        k, v = _keys_of(message, q.shape[2])
+        k, v = _keys_of_all(k, v, q.shape[2], layout.ring_lengths(), layout.ring)
     out, _ = choose(q, mask, False)(q, torch.cat([before_k, k], 1), torch.cat([before_v, v], 1), mask, scale)
     return gather_heads(out, heads, of_group, axis) if axis.size > 1 else out
+
+
+def _keys_of_all(k: Tensor, v: Tensor, heads: int, lengths: tuple[int, ...], ring: Axis) -> tuple[Tensor, ...]:
+    """Keys and values of all ranks, gathered at once: [B, sum(lengths), heads, D]; their gradients are summed.
+
+    Views of one message; in compiled code over slow links of two: values, which need no norm and no rotary embedding,
+    are on their way while keys are made.
+    """
+
+    def start(*tensors: Tensor) -> Callable[[], Tensor]:
+        return start_gather_tokens(tokens_first(*tensors), lengths, ring)
+
+    if not begins_early(ring):
+        return _keys_of(copy_to_axis(start(k, v)(), ring), heads)
+    values, keys = start(v), start(k)
+    return tuple(for_queries(copy_to_axis(arrive(), ring).transpose(0, 1), heads) for arrive in (keys, values))
 
 
 def _keys_of(message: Tensor, heads: int) -> tuple[Tensor, ...]:

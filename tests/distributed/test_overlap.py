@@ -2,6 +2,7 @@
 
 import re
 import unittest
+from typing import Any
 from unittest import mock
 
 import torch
@@ -41,7 +42,7 @@ def under_messages(code: str) -> list[int]:
 
 
 @torch.no_grad()
-def flux_worker(slow: bool, communication: str) -> tuple[float, list[int], list[str]]:
+def flux_worker(slow: bool, mesh: dict[str, Any]) -> tuple[float, list[int], list[str]]:
     """The error of FLUX, its blocks of one stream compiled; the products that one has under each message, and whether
     messages begin or are waited for, in order."""
     config = FluxTransformerTesterConfig()
@@ -49,7 +50,7 @@ def flux_worker(slow: bool, communication: str) -> tuple[float, list[int], list[
     reference = config.get_output(model, inputs)
     fast = mock.patch.object(links, "FAST", 1.0 if slow else 0.0)
     with fast, mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
-        model.enable_parallelism(config=ParallelConfig(ulysses=2, communication=communication))
+        model.enable_parallelism(config=ParallelConfig(**mesh))
         model._repeated_blocks = ["FluxSingleTransformerBlock"]
         model.compile_repeated_blocks(fullgraph=True, **({} if slow else {"options": HIDE_MESSAGES}))
         output, codes = run_and_get_code(config.get_output, model, inputs)
@@ -236,14 +237,22 @@ class TestOverlap(unittest.TestCase):
     def test_mlp_is_under_the_messages(self):
         """Its product under the first, its part of the output's under the second; over slow links values go before,
         and those of queries and keys are under them; exact, queries and keys, and what goes back, are two messages
-        each, which begin when what is sent is there, and the products are under the last of each."""
+        each, which begin when what is sent is there, and the products are under the last of each. All that a ring
+        gathers goes at once, values first."""
+        both, ring = {"ulysses": 2}, {"ring": 2}
         plain = [1, 1], ["begin", "wait"] * 2
         early = [2, 1, 1], ["begin", "begin", "wait", "wait", "begin", "wait"]
         halves = [2, 0, 1, 0, 1], [*["begin"] * 3, "wait", *["wait", "begin"] * 2, "wait", "wait"]
-        for slow, communication, wanted in ((False, "exact", plain), (True, "int8", early), (True, "exact", halves)):
-            bar = FLOAT32_BAR if communication == "exact" else 0.02
-            for error, *found in run_ranks(2, flux_worker, slow, communication):
-                assert error <= bar and found == [*wanted], (error, found)
+        gathered = [1, 3], ["begin", "begin", "wait", "wait"]
+        rounded = both | {"communication": "int8"}
+        for *how, wanted in (
+            (False, both, plain),
+            (True, rounded, early),
+            (True, both, halves),
+            (True, ring, gathered),
+        ):
+            for error, *found in run_ranks(2, flux_worker, *how):
+                assert error <= (0.02 if rounded in how else FLOAT32_BAR) and found == [*wanted], (error, found)
 
     def test_split_products(self):
         for results in run_ranks(2, split_worker):

@@ -220,7 +220,7 @@ class TestKeysThatEveryRankHas(unittest.TestCase):
 
 def axes(ring, ulysses):
     axes = ContextParallelConfig(ring, ulysses).axes()
-    return axes.context, axes.ring, replace(axes.ulysses, slow_links=True)
+    return axes.context, *(replace(axis, slow_links=True) for axis in (axes.ring, axes.ulysses))
 
 
 def gradient_worker(ring, ulysses, rotate, kind) -> list[float]:
