@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import os
+import random
 import tempfile
 import time
 import unittest
@@ -74,6 +75,36 @@ def exchange_worker() -> list[bool]:
         dist.barrier()
         words = itertools.product(range(3), range(host_memory.SLOTS))
         found.append(not any(memory._word(axis.rank, *each) for each in words))
+    return found
+
+
+def any_messages_worker(seed: int) -> list[bool]:
+    """Whether messages of any sizes, for all or for each, some of them on their way at once, are what was sent."""
+    axis, draw, waiting, found = Axis.of_all(), random.Random(seed), [], []
+    ranks, sizes = range(axis.size), (0, 1, 31, 32, 33, 64, 200, 500)
+
+    def bytes_of(source: int, target: int, count: int) -> Tensor:
+        return torch.full((count,), (7 * message + 3 * source + target) % 256, dtype=torch.uint8)
+
+    with on_a_cpu():
+        assert share_on(axis)
+        memory = host_memory.of_group(axis.group.group_name)
+        for queue in (memory._outgoing, memory._incoming):
+            queue.late = 1e-4 * (axis.rank % 2)
+        for message in range(60):
+            for_all = draw.random() < 0.4
+            counts = [[draw.choice(sizes)] * axis.size if for_all else draw.choices(sizes, k=axis.size) for _ in ranks]
+            to = 0 if for_all else axis.rank
+            wanted = [bytes_of(source, to, counts[source][axis.rank]) for source in ranks]
+            sent = [bytes_of(axis.rank, target, counts[axis.rank][target]) for target in ranks]
+            into = [torch.zeros_like(x) for x in wanted]
+            waiting.append((memory.begin(wanted[axis.rank] if for_all else sent, into), into, wanted))
+            if draw.random() < 0.3 or message == 59:
+                for wait, *both in waiting:
+                    wait()
+                    found.append(all(map(torch.equal, *both)))
+                waiting = []
+        dist.barrier()
     return found
 
 
@@ -324,6 +355,11 @@ class TestHostMemory(unittest.TestCase):
     def test_exchange(self):
         for found in run_ranks(3, exchange_worker):
             self.assertEqual(found, [True] * (3 * 7 + 1))
+
+    @parameterized.expand([3, 4])
+    def test_any_messages(self, world):
+        for found in run_ranks(world, any_messages_worker, world):
+            self.assertEqual(found, [True] * 60)
 
     @parameterized.expand([2, 3])
     def test_slots_are_taken_in_turn(self, world):
