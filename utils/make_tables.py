@@ -301,6 +301,16 @@ def aims(machine: str) -> str:
     return "\n".join([*lines, "", f"4 x {', '.join(gpus)}, by the commands in {named} (`docs/benchmarks/`)."])
 
 
+def host_memory() -> str:
+    run = read("host_memory_4xh200_p2p_off")
+    ways = run["microseconds"]
+    lines = [f"| | {' | '.join(ways)} |", "|---" * (1 + len(ways)) + "|"]
+    for message in run["bytes"]:
+        lines.append(f"| {message} | {' | '.join(f'{times[message]:.0f}' for times in ways.values())} |")
+    command = "utils/bench_host_memory.py --slots 4 8 --kib 1024 2048"
+    return "\n".join([*lines, "", source(command, run["versions"], "host_memory_4xh200_p2p_off")])
+
+
 # Where the others were replayed too: sizes, mode, meshes, and runs of three machines of four GPUs.
 REPLAYED = (
     (
@@ -384,6 +394,7 @@ def guard() -> str:
 
 
 TABLES = {
+    "host_memory": host_memory,
     "flux_bytes": flux_bytes,
     "collectives": collectives,
     "features": features,
