@@ -17,7 +17,7 @@ from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..models._modeling_parallel import ParallelConfig
 from .collective_calls import collective_calls
 from .known_models import KNOWN_MODELS, build, count_blocks, inputs
-from .step import ONE, Clock, StepRequest, bar_of, noted, parse_mesh
+from .step import ONE, Clock, StepRequest, bar_of, free, noted, parse_mesh
 
 
 # In a row, so that the launch of one hides under the one before, as it does in a model.
@@ -105,6 +105,7 @@ def measure_comm(request: StepRequest) -> list[MeshComm]:
             of_mesh = [(Collective(*kind), _in_a_row(again)) for *kind, again in calls]
             each.collectives = [collective for collective, _ in of_mesh]
             timed += of_mesh
+        free(device)
     for turn in range(-1, request.repeats):  # the first is not kept
         start = turn * len(timed) // request.repeats
         for collective, in_a_row in timed[start:] + timed[:start]:

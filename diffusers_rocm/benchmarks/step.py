@@ -241,7 +241,7 @@ class _Runner:
         if request.in_float32:
             with fail_together("make the model in float32", self._world):
                 self._wanted = self._in_float32()
-            self._free()
+            free(self._device)
 
     @torch.no_grad()
     def run(self, row: Row) -> None:
@@ -276,7 +276,7 @@ class _Runner:
         if graph is not None:
             graph.remove()
         model = step = graph = output = None
-        self._free()
+        free(self._device)
 
     @torch.no_grad()
     def _in_float32(self) -> Tensor:
@@ -364,12 +364,14 @@ class _Runner:
         own = [module.max_memory_allocated(index) for index in range(self._world.size)]
         return broadcast_from_first(torch.tensor(own), self._world).tolist()
 
-    def _free(self) -> None:
-        forget_places()  # of this row's messages, which would count in the next one's peak
-        gc.collect()
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()
-        torch._dynamo.reset()
+
+def free(device: torch.device) -> None:
+    """Let go of what a row has left, which would count in the next one's peak."""
+    forget_places()
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    torch._dynamo.reset()
 
 
 def bar_of(blocks: int, dtype: torch.dtype, lossy: bool) -> float:

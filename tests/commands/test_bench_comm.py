@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import unittest
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -34,6 +35,23 @@ def buffers_worker(blocks: int) -> int:
     return made.call_count
 
 
+def models_worker() -> list[int]:
+    """How many models of earlier meshes are still there when each is built."""
+    built: list[weakref.ref] = []
+    found: list[int] = []
+    build = comm.build
+
+    def noted(*args: Any) -> torch.nn.Module:
+        found.append(sum(model() is not None for model in built))
+        model = build(*args)
+        built.append(weakref.ref(model))
+        return model
+
+    with mock.patch.object(comm, "build", noted):
+        measure_comm(request("ring=2", "tp=2", "ulysses=2"))
+    return found
+
+
 def meshes_worker() -> tuple[list[MeshComm], list[Any]]:
     """Of a mesh that is right, one that is farther off than it may be, and one that cannot be had; and what is timed,
     in order."""
@@ -54,6 +72,9 @@ def meshes_worker() -> tuple[list[MeshComm], list[Any]]:
 class TestBenchComm(unittest.TestCase):
     def test_comm_keeps_buffers_for_one_call_of_a_kind(self):
         assert run_ranks(2, buffers_worker, 1) == run_ranks(2, buffers_worker, 3)
+
+    def test_comm_holds_one_model(self):
+        assert run_ranks(2, models_worker) == [[0, 0, 0]] * 2
 
     @parameterized.expand([("tp=2",), ("ulysses=2",)])
     def test_comm(self, mesh):
