@@ -1,9 +1,11 @@
 """`diffusers-rocm bench generate`: a picture or video by each mesh, from end to end."""
 
 import argparse
+import functools
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..benchmarks.report import Bar, where
 from ..benchmarks.step import check_meshes, parse_mesh
@@ -13,7 +15,7 @@ from ..distributed.mesh import AXES
 from ..distributed.root_cause import record, unsuccessful
 from ..pipelines.generation import GenerationRequest
 from . import env, generate
-from .bench_output import add_output_arguments, check_output, leave
+from .bench_output import add_output_arguments, check_output, leave, write
 from .ranks import check_nodes, on_ranks
 
 
@@ -57,29 +59,33 @@ def check(args: argparse.Namespace) -> RunsRequest:
 
 @record
 def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    environment, picture, so_far = functools.cache(env.collect), request.picture, []
+
+    def measured(runs: list[Run]) -> dict[str, Any]:
+        return {"request": asdict(picture), "environment": environment(), "rows": [run.as_json() for run in runs]}
+
     def told(run: Run) -> None:
         if is_first_rank():
             said = run.said_of_wrong() if run.wrong else f"{run.picture:.3f} s a picture"
             print(f"{run.mesh}: {said}", file=sys.stderr, flush=True)
+            so_far.append(run)
+            write(args, argv, measured(so_far))
 
-    runs = measure_runs(request.picture, request.meshes, request.repeats, told)
+    runs = measure_runs(picture, request.meshes, request.repeats, told)
     if not is_first_rank():
         return 0
-    environment, picture = env.collect(), request.picture
     world = check_meshes(request.meshes)
     size = f"{picture.height}x{picture.width}" if picture.height and picture.width else "its own size"
     steps = f"{picture.steps} steps" if picture.steps else "its own number of steps"
     heading = "\n".join(
         [
             f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
-            where(environment, world, picture.device),
+            where(environment(), world, picture.device),
             f"seconds: median of {request.repeats}",
         ]
     )
-    rows = [run.as_json() for run in runs]
-    measured = {"request": asdict(picture), "environment": environment, "rows": rows}
     bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.wrong]
-    leave(args, argv, heading, runs_table(runs), measured, bars, "seconds a picture")
+    leave(args, argv, heading, runs_table(runs), measured(runs), bars, "seconds a picture")
     wrong = [run.mesh for run in runs if run.wrong]
     return unsuccessful(f"wrong, {len(wrong)} of {len(runs)} rows: {'; '.join(wrong)}") if wrong else 0
 

@@ -43,10 +43,15 @@ def leave(
 ) -> None:
     """On the first rank: print the table, and write the files that are asked for."""
     print(f"{heading}\n{table}", flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"command": _command_line(argv), **measured}, indent=1) + "\n")
+    write(args, argv, measured)
     if args.chart is not None:
         draw(bars, heading, unit, args.chart)
+
+
+def write(args: argparse.Namespace, argv: list[str], measured: Mapping[str, Any]) -> None:
+    """The JSON, if it is asked for; also of what there is so far, which a run that is stopped then leaves."""
+    if args.json is not None:
+        args.json.write_text(json.dumps({"command": _command_line(argv), **measured}, indent=1) + "\n")
 
 
 def _command_line(argv: list[str]) -> str:

@@ -1,6 +1,7 @@
 """`diffusers-rocm bench step`: a denoising step by mesh and mode, beside one GPU and the peers."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -22,7 +23,7 @@ from ..distributed.launching import under_torchrun
 from ..distributed.root_cause import record, unsuccessful
 from ..planner.subject import known_subject, open_folder
 from . import env
-from .bench_output import add_output_arguments, check_output, leave
+from .bench_output import add_output_arguments, check_output, leave, write
 from .generate import on_gpus
 from .ranks import add_rank_arguments, check_nodes, check_world, on_ranks
 
@@ -209,17 +210,22 @@ def setting(text: str) -> tuple[str, Any]:
 
 @record
 def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
+    environment, so_far = functools.cache(env.collect), []
+
+    def measured(rows: list[Row]) -> dict[str, Any]:
+        return {"request": asdict(request), "environment": environment(), "rows": rows_json(rows)}
+
     def told(row: Row) -> None:
         if is_first_rank():
             print(f"{row.name}, {row.mode}: {row.note or f'{row.median:.2f} ms'}", file=sys.stderr, flush=True)
+            so_far.append(row)
+            write(args, argv, measured(so_far))
 
     rows = measure_step(request, told)
     if not is_first_rank():
         return 0
-    environment = env.collect()
-    heading = f"{header(request, environment, check_meshes(request.meshes))}\n{how(request)}"
-    measured = {"request": asdict(request), "environment": environment, "rows": rows_json(rows)}
-    leave(args, argv, heading, table(rows), measured, bars(rows), "milliseconds a step")
+    heading = f"{header(request, environment(), check_meshes(request.meshes))}\n{how(request)}"
+    leave(args, argv, heading, table(rows), measured(rows), bars(rows), "milliseconds a step")
     # What peers cannot do is none of this run's failures.
     ours = (ONE, *request.meshes)
     bad = [row for row in rows if row.note.startswith("wrong") or row.note and row.name in ours]

@@ -142,7 +142,7 @@ def steps(request: ValidateRequest, quick: bool) -> Iterator[Step]:
             ["bench", "step", "--config", "num_layers=4", "num_single_layers=8", "--mode", "eager", "compile"]
             + ["--repeats", "5", "--json", JSON, "--mesh", *every],
         )
-        yield Step("Speed: the collectives of a whole step", ["bench", "comm", "--json", JSON, "--mesh", every[0]])
+        yield Step("Speed: the collectives of a whole step", ["bench", "comm", "--json", JSON, "--mesh", *every])
 
 
 def hopping_resolution(gpus: int) -> int:

@@ -4,9 +4,11 @@ import importlib.util
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -319,6 +321,23 @@ class TestBenchStep(unittest.TestCase):
         assert [row["name"] for row in written["rows"]] == [ONE, "tp=1"] and written["rows"][1]["speedup"] > 0
         assert written["command"].startswith("diffusers-rocm bench step --device cpu")
         assert folder not in written["command"] and written["request"]["config"]["num_layers"] == 1
+
+    def test_what_is_stopped_leaves_its_rows(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "step.json")
+            config = [f"{name}={value}" for name, value in SMALL["flux"].items()]
+            small = ["--resolution", "128", "--text", "16", "--repeats", "1", "--rounds", "1", "--config", *config]
+            command = [sys.executable, "-m", "diffusers_rocm", "bench", "step", "--device", "cpu", *small]
+            command += ["--mesh", "tp=2", "--mode", "eager", "compile", "--json", str(file)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+                deadline = time.monotonic() + 300
+                while not file.exists() and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.5)  # until it is written
+                process.terminate()
+                assert process.wait(60) == 128 + signal.SIGTERM
+            rows = json.loads(file.read_text())["rows"]
+        assert 1 <= len(rows) < 4 and rows[0]["name"] == ONE and rows[0]["ms"] > 0, rows
 
     @parameterized.expand(
         [
