@@ -125,7 +125,7 @@ def begin_exchange(
         return functools.partial(_functional.wait_tensor, coming)
     memory = host_memory.of_captured_call(group.group_name)
     if memory is not None:
-        return come_to(*host_memory.begin_exchange(memory, x, receive, send))
+        return come_to(*memory.exchange(x, receive, send))
     received = x.new_empty(sum(receive))
     return beside(functools.partial(dist.all_to_all_single, received, x, receive, send, group=group), received)
 
@@ -141,7 +141,7 @@ _ours, _functional = torch.ops.diffusers_rocm, torch.ops._c10d_functional
 def _all_to_all(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> torch.Tensor:
     memory = host_memory.of_captured_call(group)
     if memory is not None:
-        received, arrive = host_memory.begin_exchange(memory, x, receive, send)
+        received, arrive = memory.exchange(x, receive, send)
         register(received, arrive)
         return received
     return _held(_functional.all_to_all_single(x, receive, send, group))
@@ -150,7 +150,7 @@ def _all_to_all(x: torch.Tensor, receive: Sequence[int], send: Sequence[int], gr
 def _all_gather(x: torch.Tensor, world: int, group: str) -> torch.Tensor:
     memory = host_memory.of_captured_call(group)
     if memory is not None:
-        received, arrive = host_memory.begin_gather(memory, x)
+        received, arrive = memory.gather(x)
         register(received, arrive)
         return received
     return _held(_functional.all_gather_into_tensor(x, world, group))

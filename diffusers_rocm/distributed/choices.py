@@ -34,10 +34,18 @@ def begins_early(axis: Axis) -> bool:
 def goes_by_copies(axis: Axis) -> bool:
     """Whether messages are fetched out of the other ranks' memory in graphs, if that is reached, and never if not.
 
-    Without a graph each copy costs the host a launch. Of 8 bits, which save nothing over fast links, it was not tried
-    with tokens in slices; Ulysses sends them by the process group.
+    Without a graph each copy costs the host a launch. 8 bits, which save nothing over fast links, Ulysses sends by the
+    group all the same.
     """
     return not axis.slow_links
+
+
+def slices_go_by_copies(axis: Axis) -> bool:
+    """The same of tokens in slices, which pay by copies alone: of 8 bits, which save nothing there, it was not tried.
+
+    Through the host's memory they always go, if that works.
+    """
+    return goes_by_copies(axis) and axis.communication == EXACT
 
 
 def goes_through_host(axis: Axis) -> bool:
@@ -59,10 +67,9 @@ def goes_in_groups(axis: Axis) -> bool:
 def goes_in_halves(heads: int, axis: Axis) -> bool:
     """Whether Ulysses sends half of so many heads at a time, where a sequence is too short for groups: compiled.
 
-    The attention of a half is beside messages of the other. In 8 bits, of which there is less to hide, twice as many
-    messages cost more than that.
+    The attention of a half is beside messages of the other.
     """
-    return begins_early(axis) and axis.communication == EXACT and heads >= 2 * axis.size
+    return begins_early(axis) and heads >= 2 * axis.size
 
 
 def goes_by_gather(axis: Axis) -> bool:

@@ -24,7 +24,7 @@ from .compression import (
     decompress_parts,
 )
 from .graph_calls import come_to
-from .host_memory import begin_gather, carries, of_captured_call
+from .host_memory import carries, of_captured_call
 from .peer_memory import exchange_by_copies
 
 
@@ -76,7 +76,7 @@ def _start_gather(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
         return lambda: stacked
     memory = of_captured_call(axis.group.group_name)
     if memory is not None:
-        return come_to(*begin_gather(memory, x))
+        return come_to(*memory.gather(x))
     stacked = x.new_empty((axis.size, *x.shape[1:]))
     _all_gather(stacked, x, group=axis.group)
     return lambda: stacked

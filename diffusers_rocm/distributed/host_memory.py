@@ -179,6 +179,16 @@ class HostMemory:
 
         return wait
 
+    def exchange(self, x: Tensor, receive: Sequence[int], send: Sequence[int]) -> tuple[Tensor, Callable[[], None]]:
+        """Begin an all-to-all of `x` [sum(send)]: where it comes to, [sum(receive)], and what waits for it."""
+        received = x.new_empty(sum(receive))
+        return received, self.begin(x.split(list(send)), received.split(list(receive)))
+
+    def gather(self, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to gather `x` [n, ...], contiguous: where it comes to, [ranks x n, ...], and what waits for it."""
+        received = x.new_empty(self.world * x.shape[0], *x.shape[1:])
+        return received, self.begin(x.flatten(), [part.flatten() for part in received.chunk(self.world)])
+
     def send(self, x: Tensor, target: int) -> None:
         """Begin to send `x` [n], which the caller keeps until it is `sent`, to a rank, or to all, if that is this one.
 
@@ -367,20 +377,6 @@ def of_captured_call(group: str) -> HostMemory | None:
     """The same, if the call that runs is captured."""
     call = current_call()
     return of_group(group) if call is not None and call.captured else None
-
-
-def begin_exchange(
-    memory: HostMemory, x: Tensor, receive: Sequence[int], send: Sequence[int]
-) -> tuple[Tensor, Callable[[], None]]:
-    """Begin an all-to-all of `x` [sum(send)]: where it comes to, [sum(receive)], and what waits for it."""
-    received = x.new_empty(sum(receive))
-    return received, memory.begin(x.split(list(send)), received.split(list(receive)))
-
-
-def begin_gather(memory: HostMemory, x: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Begin to gather `x` [n, ...], contiguous: where it comes to, [ranks x n, ...], and what waits for it."""
-    received = x.new_empty(memory.world * x.shape[0], *x.shape[1:])
-    return received, memory.begin(x.flatten(), [part.flatten() for part in received.chunk(memory.world)])
 
 
 def tried(step: Callable[[], T]) -> T | None:

@@ -60,8 +60,8 @@ def exchange_worker() -> list[bool]:
             dist.all_to_all_single(wanted, x, receive, list(send), group=axis.group)
             y = randn(5, 7, seed=turn + 100 * axis.rank)
             dist.all_gather(list(stacked.unbind()), y, group=axis.group)
-            waiting.append((come_to(*host_memory.begin_exchange(memory, x, receive, send)), wanted))
-            waiting.append((come_to(*host_memory.begin_gather(memory, y)), stacked.flatten(0, 1)))
+            waiting.append((come_to(*memory.exchange(x, receive, send)), wanted))
+            waiting.append((come_to(*memory.gather(y)), stacked.flatten(0, 1)))
             with call_of_a_graph(captured=True):
                 others = send_to_all(y.flatten(), [y.numel()] * 3, axis.rank, axis.group.group_name)
             waiting.append((others, torch.cat([*stacked[: axis.rank], *stacked[axis.rank + 1 :]]).flatten()))
