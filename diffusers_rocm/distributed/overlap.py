@@ -73,7 +73,8 @@ def _side_by_side(rows: fx.Node) -> dict[fx.Node, tuple[int, int]]:
         if value.ndim != whole.ndim or value.dtype != whole.dtype or not isinstance(stop, int) or part in found:
             return {}
         found[part] = start, stop
-    return found if dim % whole.ndim == whole.ndim - 1 else {}
+    in_rows = dim % whole.ndim == whole.ndim - 1 and rows.meta["val"].shape[-1] == stop
+    return found if in_rows else {}
 
 
 def _part_by_part(graph: fx.Graph, product: fx.Node, parts: dict[fx.Node, tuple[int, int]]) -> None:
