@@ -166,7 +166,7 @@ class Clock:
 
 
 def measure_step(request: StepRequest, told: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """All rows; every rank calls it. `told` hears of each row when its last round is over.
+    """All rows; every rank calls it. `told` hears of each row when a round of it is over.
 
     Raises:
         torch.OutOfMemoryError: there is no room for the model in float32, which was asked for.
@@ -181,8 +181,7 @@ def measure_step(request: StepRequest, told: Callable[[Row], None] = lambda row:
             if not row.note:
                 with backends.of("cache-dit" if row.name.startswith("cache-dit") else "all others"):
                     runner.run(row)
-            if turn == request.rounds - 1:
-                told(row)
+            told(row)
     return rows
 
 

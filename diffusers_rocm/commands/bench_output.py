@@ -50,8 +50,16 @@ def leave(
 
 def write(args: argparse.Namespace, argv: list[str], measured: Mapping[str, Any]) -> None:
     """The JSON, if it is asked for; also of what there is so far, which a run that is stopped then leaves."""
-    if args.json is not None:
-        args.json.write_text(json.dumps({"command": _command_line(argv), **measured}, indent=1) + "\n")
+    if args.json is None:
+        return
+    text = json.dumps({"command": _command_line(argv), **measured}, indent=1) + "\n"
+    file = args.json.resolve()
+    if file.exists() and not file.is_file():  # a device, say
+        file.write_text(text)
+        return
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.replace(file)
 
 
 def _command_line(argv: list[str]) -> str:

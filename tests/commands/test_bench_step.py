@@ -108,9 +108,9 @@ def guidance_worker(model: str) -> list[tuple]:
     return as_rows(measure_step(replace(asked, model=model)))
 
 
-def broken_worker() -> tuple[list[tuple], str]:
-    """Tensor parallelism that forgets to add up."""
-    with mock.patch.object(dist, "all_reduce"):
+def broken_worker(makes_nan: bool) -> tuple[list[tuple], str]:
+    """Tensor parallelism that forgets to add up, or makes what is no number."""
+    with mock.patch.object(dist, "all_reduce", lambda x, *_, **__: x.fill_(math.nan) if makes_nan else None):
         rows = measure_step(request("tp=2"))
     return as_rows(rows), table(rows)
 
@@ -236,10 +236,11 @@ class TestBenchStep(unittest.TestCase):
         assert (one - other).norm() > 0.05 * one.norm()
 
     def test_wrong_is_not_timed(self):
-        for rows, shown in run_ranks(2, broken_worker):
-            assert rows[0][4] == "" and rows[1][4].startswith("wrong: "), rows
-            line = next(line for line in shown.splitlines() if line.startswith("tp=2"))
-            assert re.fullmatch(r"tp=2 +eager +wrong: \S+ from one rank, more than \S+", line), shown
+        for makes_nan in (False, True):
+            for rows, shown in run_ranks(2, broken_worker, makes_nan):
+                assert rows[0][4] == "" and rows[1][4].startswith("wrong: nan " if makes_nan else "wrong: "), rows
+                line = next(line for line in shown.splitlines() if line.startswith("tp=2"))
+                assert re.fullmatch(r"tp=2 +eager +wrong: \S+ from one rank, more than \S+", line), shown
 
     def test_a_part_of_the_keys_that_is_missing(self):
         """Is seen in bfloat16 too, by either reference; what is sent in fewer bits is held to as much."""
@@ -326,18 +327,18 @@ class TestBenchStep(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "step.json")
             config = [f"{name}={value}" for name, value in SMALL["flux"].items()]
-            small = ["--resolution", "128", "--text", "16", "--repeats", "1", "--rounds", "1", "--config", *config]
+            small = ["--resolution", "128", "--text", "16", "--repeats", "1", "--rounds", "2", "--config", *config]
             command = [sys.executable, "-m", "diffusers_rocm", "bench", "step", "--device", "cpu", *small]
             command += ["--mesh", "tp=2", "--mode", "eager", "compile", "--json", str(file)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
                 deadline = time.monotonic() + 300
                 while not file.exists() and time.monotonic() < deadline:
                     time.sleep(0.05)
-                time.sleep(0.5)  # until it is written
                 process.terminate()
                 assert process.wait(60) == 128 + signal.SIGTERM
             rows = json.loads(file.read_text())["rows"]
-        assert 1 <= len(rows) < 4 and rows[0]["name"] == ONE and rows[0]["ms"] > 0, rows
+        first = rows[0]
+        assert 1 <= len(rows) < 4 and (first["name"], first["mode"]) == (ONE, "eager") and first["ms"] > 0, rows
 
     @parameterized.expand(
         [
