@@ -1,9 +1,10 @@
-"""How messages go by what an axis is like: all that is chosen by links and GPUs is chosen here, and why.
+"""How messages go by what an axis is like: what links and GPUs decide is chosen here, and why.
 
 What is known of them is measured when a model is enabled, or made a graph (`links`, which says what came of it), and
-is the same on all ranks. Where nothing was measured a message goes by the process group, and is waited for at once.
-The answer is the same whatever is chosen; what each gave is in docs/performance.md. Kernels of attention are chosen in
-`models/attention_kernels`.
+is the same on all ranks. On GPUs that are not NVIDIA's nothing else was measured: there messages go by the process
+group, as they come, and beside what is computed if links are slow. The answer is the same whatever is chosen; what
+each gave is in docs/performance.md. How short a message is left whole, or exact, stands where it is made. Kernels of
+attention are chosen in `models/attention_kernels`.
 """
 
 from dataclasses import dataclass
@@ -23,12 +24,17 @@ def computes_beside(*axes: Axis) -> bool:
     return any(axis.slow_links or axis.peer_memory for axis in axes)
 
 
+def _were_measured() -> bool:
+    """Whether this was measured on GPUs of the kind that this process has: NVIDIA's, whose schedulers it is about."""
+    return torch.version.hip is None
+
+
 def begins_early(axis: Axis) -> bool:
     """Whether what is computed is held until a message has begun, and others begin before it has come: where compiled.
 
     A kernel that fills the GPU keeps a message out to its own end. Copies begin by themselves.
     """
-    return axis.slow_links and torch.compiler.is_compiling()
+    return axis.slow_links and torch.compiler.is_compiling() and _were_measured()
 
 
 def goes_by_copies(axis: Axis) -> bool:
@@ -74,7 +80,7 @@ def goes_in_halves(heads: int, axis: Axis) -> bool:
 
 def goes_by_gather(axis: Axis) -> bool:
     """Whether two ranks exchange by a gather, by which as many bytes go in less time; Gloo's takes twice as long."""
-    return axis.size == 2 and axis.slow_links and axis.device.type != "cpu"
+    return axis.size == 2 and axis.slow_links and axis.device.type != "cpu" and _were_measured()
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import functools
 import logging
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .axis import Axis
-from .choices import multiprocessors
+from .choices import computes_beside, goes_by_gather, multiprocessors
 from .collectives import all_gather_int64, all_gather_text, on_all_ranks
 from .host_memory import HostMemory, share, tried
 from .peer_memory import can_fetch
@@ -42,12 +43,13 @@ def links_are_slow(axis: Axis) -> bool:
         return False
     slowest = all_gather_int64(torch.tensor([_rate(axis)]), axis).min().item()
     rate = f"{slowest / 1e9:.0f} GB/s from each" if slowest else "what the host can"
-    beside = slowest < FAST and axis.name != "tp"  # whose sums are waited for
+    known = replace(axis, slow_links=slowest < FAST)
+    beside = computes_beside(known) and axis.name != "tp"  # whose sums are waited for
     so = "they go beside what is computed" if beside else "they go by themselves"
-    if axis.name == "ulysses" and axis.size == 2 and 0 < slowest < FAST:
+    if axis.name == "ulysses" and goes_by_gather(known):
         so += ", by a gather"
     logger.info(f"messages of {axis.size} ranks ({axis.name}) move {rate}: {so}")
-    return slowest < FAST
+    return known.slow_links
 
 
 def _rate(axis: Axis) -> int:

@@ -69,7 +69,7 @@ class TokenSlices:
     def __deepcopy__(self, memo: dict) -> "TokenSlices":
         return self  # what hooks of a copied model share is that of the model
 
-    def by_copies(self, wanted: bool) -> bool:
+    def by_copies(self, wanted: bool) -> None:
         """Have tokens in slices, where ranks reach each other's memory over fast links, or that of the host, or no
         longer; all call it."""
         self.remove()
@@ -77,7 +77,6 @@ class TokenSlices:
         if reached or wanted and carries(self.axis.group.group_name):
             teach_compiler()
             self._hang()
-        return reached
 
     def look(self) -> None:
         """Before a call that is captured, or like one that will be: whether the model is such that slices are right.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed import links
+from diffusers_rocm.distributed import choices, links
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.links import FAST, links_are_slow, reaches_memory
 from diffusers_rocm.hooks.context_parallel import split_of
@@ -84,8 +84,18 @@ class TestLinks(unittest.TestCase):
     def test_what_is_said(self, name, size, rate, said):
         found = {"_rate": lambda _: int(rate), "all_gather_int64": lambda own, axis: own}
         with mock.patch.multiple(links, **found), self.assertLogs(links.logger, "INFO") as logs:
-            links_are_slow(replace(Axis.single(name), size=size))
+            links_are_slow(replace(Axis.single(name), size=size, device=torch.device("cuda" if rate else "cpu")))
         assert logs.output[0].endswith(f": they go {said}"), logs.output
+
+    def test_gpus_that_were_not_measured(self):
+        """Nothing that is about the schedulers of NVIDIA's is chosen for others, nor copies."""
+        axis = replace(Axis.single("ulysses"), size=2, device=torch.device("cuda"), slow_links=True)
+        chosen = (choices.begins_early, choices.goes_by_gather, lambda axis: choices.goes_in_halves(24, axis))
+        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+            for hip, wanted in ((None, True), ("6.4", False)):
+                with mock.patch.object(torch.version, "hip", hip):
+                    assert [choose(axis) for choose in (*chosen, links._may_copy)] == [wanted] * 4, hip
+                    assert choices.computes_beside(axis) and choices.goes_in_groups(axis)
 
     @parameterized.expand([(25, 33, True), (25, 21, True), (25, 19, False), (240, 33, False)])
     def test_what_the_host_is_taken_for(self, by_group, by_copies, wanted):

@@ -134,6 +134,10 @@ def changes_worker() -> dict[str, int]:
             use(name, kinds[1])
         model.proj_out.forward = model.proj_out.forward  # as offloading puts its own there
         use("forward", kinds[1])
+        use("another dtype", {**kinds[1], "timestep": kinds[1]["timestep"].double()})
+        holder = next(module for module in model.modules() if module._buffers)
+        holder._buffers |= {name: x.clone() for name, x in holder._buffers.items()}
+        use("buffer", kinds[1])
         for tokens in range(1, KEPT + 1):
             use("many", {**kinds[1], "encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)})
             use("many", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0 + tokens}})
@@ -263,7 +267,7 @@ class TestStepGraph(unittest.TestCase):
     def test_other_calls_and_weights_are_captured_anew(self):
         for counts in run_ranks(2, changes_worker):
             assert counts.pop("kept") == KEPT
-            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10], counts
+            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], counts
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):

@@ -159,12 +159,20 @@ class TestSchedules(unittest.TestCase):
             assert error <= 1e-6, error
 
     @parameterized.expand(
-        [(2, None, "exact"), (2, "keys, every head", "exact"), (3, "rows, every head", "exact"), (2, None, "int8")]
+        [
+            (2, 6, None, "exact"),
+            (2, 6, "keys, every head", "exact"),
+            (3, 6, "rows, every head", "exact"),
+            (3, 4, None, "exact"),  # of which one rank would have no second half
+            (2, 6, None, "int8"),
+        ]
     )
-    def test_compiled_in_halves(self, ulysses, kind, communication):
-        for error, sent in run_ranks(ulysses, halves_worker, ulysses, kind, communication):
+    def test_compiled_in_halves(self, ulysses, heads, kind, communication):
+        # Values, and of each half queries and keys, and what goes back; else all three, and what goes back.
+        wanted = 5 if heads >= 2 * ulysses else 3
+        for error, sent in run_ranks(ulysses, halves_worker, ulysses, heads, kind, communication):
             assert error <= (1e-6 if communication == "exact" else 0.02), error
-            assert sent == 5, sent  # values, and of each half queries and keys, and what goes back
+            assert sent == wanted, sent
 
     @parameterized.expand([("no lse",), ("no mask",), ("other direction",)])
     def test_wrong_twins_fail(self, twin):
@@ -258,13 +266,13 @@ def compiled_worker(ring, ulysses, rotate, kind) -> float:
 
 
 @torch.no_grad()
-def halves_worker(ulysses, kind, communication) -> tuple[float, int]:
+def halves_worker(ulysses, heads, kind, communication) -> tuple[float, int]:
     """Relative error of a sequence too short for groups of heads, compiled, and how many messages it sends."""
     cp, ring_axis, ulysses_axis = axes(1, ulysses)
     streams, sent = (7, 18), 0
     layout = Layout(streams, ring_axis, replace(ulysses_axis, communication=communication))
-    q, k, v = tensors(streams, 6, 3, 2)
-    mask = None if kind is None else full_mask(kind, streams, 6, 2)
+    q, k, v = tensors(streams, heads, heads // 2, 2)
+    mask = None if kind is None else full_mask(kind, streams, heads, 2)
     want = layout.take(reference(q, *(x.repeat_interleave(2, 2) for x in (k, v)), mask)[0], 1, layout.rank)
 
     def count(graph, inputs):
