@@ -1,6 +1,7 @@
 """Write the tables of README.md and docs/ from the runs in docs/benchmarks/."""
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -358,6 +359,24 @@ def replayed() -> str:
     return "\n".join(lines)
 
 
+def slow_links() -> str:
+    """How much faster than one GPU two and four are at 1024x1024 without P2P, by how messages go."""
+    ways = {
+        "2, by copies": (2, "step_flux_graphs_2xh200_p2p_off"),
+        "4, by copies": (4, "step_flux_graphs_4xh200_p2p_off"),
+        "2, by the process group": (2, "step_flux_graphs_2xh200_p2p_off_by_group"),
+        "4, by the process group": (4, "step_flux_graphs_4xh200_p2p_off_by_group"),
+        "4, compiled, no graph": (4, "step_flux_4xh200_p2p_off"),
+    }
+    found = {how: {row["name"]: row["speedup"] for row in read(file)["rows"]} for how, (_, file) in ways.items()}
+    lines = [f"| GPUs | {' | '.join(ways)} |", "|---|" + "---|" * len(ways)]
+    for axis, communication in itertools.product(("ulysses", "ring", "tp"), ("", ",int8")):
+        cells = [f"{found[how][f'{axis}={count}{communication}']:.2f}x" for how, (count, _) in ways.items()]
+        lines.append(f"| `{axis}`{', int8' if communication else ''} | {' | '.join(cells)} |")
+    files = ", ".join(f"`{file}.json`" for _, file in ways.values())
+    return "\n".join([*lines, "", f"NVIDIA H200 without P2P, by the commands in {files} (`docs/benchmarks/`)."])
+
+
 def had(name: str) -> list[dict]:
     """The rows of a run that have times; none of one that there is not."""
     return [row for row in read(name)["rows"] if not row["note"]] if (RUNS / f"{name}.json").exists() else []
@@ -416,6 +435,7 @@ TABLES = {
     "kernels_wait_2xh100": lambda: kernels("kernels_wait_at_once_2xh100", "kernels_wait_late_2xh100"),
     "kernels_tp_p2p_off": lambda: kernels("kernels_tp_at_once_2xh100_p2p_off", "kernels_tp_late_2xh100_p2p_off"),
     "replayed": replayed,
+    "slow_links": slow_links,
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
