@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -213,14 +212,14 @@ def setting(text: str) -> tuple[str, Any]:
 def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:
     environment, so_far = functools.cache(env.collect), {}
 
-    def measured(rows: Iterable[Row]) -> dict[str, Any]:
-        return {"request": asdict(request), "environment": environment(), "rows": rows_json([*rows])}
+    def measured(rows: list[Row]) -> dict[str, Any]:
+        return {"request": asdict(request), "environment": environment(), "rows": rows_json(rows)}
 
     def told(row: Row) -> None:
         if is_first_rank():
             print(f"{row.name}, {row.mode}: {row.note or f'{row.median:.2f} ms'}", file=sys.stderr, flush=True)
             so_far[row.name, row.mode] = row
-            write(args, argv, measured(so_far.values()))
+            write(args, argv, measured([*so_far.values()]))
 
     rows = measure_step(request, told)
     if not is_first_rank():
