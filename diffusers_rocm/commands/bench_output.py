@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..benchmarks.report import Bar, draw
+from ..distributed.root_cause import write_whole
 from .ranks import check_writable
 
 
@@ -56,10 +57,8 @@ def write(args: argparse.Namespace, argv: list[str], measured: Mapping[str, Any]
     file = args.json.resolve()
     if file.exists() and not file.is_file():  # a device, say
         file.write_text(text)
-        return
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    partial.replace(file)
+    else:
+        write_whole(file, text)
 
 
 def _command_line(argv: list[str]) -> str:

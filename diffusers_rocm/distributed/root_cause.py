@@ -30,10 +30,15 @@ def _leave(message: str | dict[str, Any]) -> bool:
     """Whether there is a launcher that will find it."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is not None:
-        partial = Path(f"{file}.partial")
-        partial.write_text(json.dumps({"message": message}))
-        partial.replace(file)
+        write_whole(Path(file), json.dumps({"message": message}))
     return file is not None
+
+
+def write_whole(file: Path, text: str) -> None:
+    """What reads it, or is left when this process is ended, is all of it, or what was there before."""
+    partial = Path(f"{file}.partial")
+    partial.write_text(text)
+    partial.replace(file)
 
 
 def record(function: Callable[..., Any]) -> Callable[..., Any]:
