@@ -83,6 +83,11 @@ def goes_by_gather(axis: Axis) -> bool:
     return axis.size == 2 and axis.slow_links and axis.device.type != "cpu" and _were_measured()
 
 
+def memsets_become_kernels() -> bool:
+    """Whether short memsets of a graph are made kernels: between two kernels they take longer."""
+    return _were_measured()
+
+
 @dataclass(frozen=True)
 class Busy:
     """What keeps a device busy: less of it is not worth a message of its own.

@@ -19,7 +19,6 @@ do in kernels of NCCL that a graph has captured.
 """
 
 import ctypes
-import functools
 import itertools
 import logging
 import os
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .cuda_driver import call
 from .graph_calls import current_call
 
 
@@ -114,14 +114,7 @@ class Queue:
         if not count:
             return
         batch = (_WordOperation * count)(*words)
-        code = _driver().cuStreamBatchMemOp_v2(ctypes.c_void_p(self._stream.cuda_stream), count, batch, 0)
-        if code:
-            raise RuntimeError(f"cuStreamBatchMemOp of CUDA's driver answers {code}")
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+        call("cuStreamBatchMemOp_v2", ctypes.c_void_p(self._stream.cuda_stream), count, batch, 0)
 
 
 class HostMemory:

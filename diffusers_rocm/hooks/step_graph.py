@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from ..distributed import host_memory
+from ..distributed import graph_memsets, host_memory
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
-from ..distributed.choices import goes_through_host
+from ..distributed.choices import goes_through_host, memsets_become_kernels
 from ..distributed.graph_calls import call_of_a_graph
 from ..distributed.links import reaches_host
 from ..distributed.peer_memory import forget_places
@@ -39,10 +39,19 @@ KEPT = 4
 
 def record(call: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], None], Any, Any]:
     """Capture what `call()` launches: what replays it, its answer, which each replay fills anew, and its memory."""
-    graph = torch.cuda.CUDAGraph()
+    by_kernels = memsets_become_kernels()
+    graph = torch.cuda.CUDAGraph(keep_graph=by_kernels)
     # Process groups watch their work from threads of their own, which a capture would forbid otherwise.
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        answer = call()
+    with torch.cuda.device(device):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            answer = call()
+        if by_kernels:
+            try:
+                count = graph_memsets.become_kernels(graph.raw_cuda_graph(), torch.cuda.current_device())
+                logger.debug(f"{count} memsets of a step are kernels")
+            except (OSError, RuntimeError) as error:
+                logger.info(f"memsets of a step stay what they are: {error}")
+            graph.instantiate()
     return graph.replay, answer, graph.pool()
 
 
