@@ -169,7 +169,7 @@ def distance_of_all(answer: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def by_kind(kernels: Iterable[Any], world: Axis) -> dict[str, float]:
-    """Milliseconds of a rank's kernels in one step by their kind, of its waiting, and of what is hidden of messages."""
+    """Milliseconds of a step of this rank: of kernels by kind, of waiting, and of what is hidden of messages."""
     spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for event in kernels:
         name = event.name.lower()

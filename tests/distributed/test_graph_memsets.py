@@ -150,6 +150,27 @@ class TestGraphMemsets(unittest.TestCase):
             with pytest.raises(RuntimeError, match="has no cuGraphGetNodes"):
                 become_kernels(5, 0)
 
+    @parameterized.expand([("NVIDIA", None, True), ("AMD", "7.0", False)])
+    def test_a_step_is_recorded_so(self, _, hip, wanted):
+        graph, asked = mock.MagicMock(), []
+
+        def refuses(*args: Any) -> int:
+            asked.append(args)
+            assert not graph.instantiate.called
+            raise RuntimeError("not here")
+
+        names = ("CUDAGraph", "graph", "device", "current_device")
+        with (
+            mock.patch.multiple(torch.cuda, **{name: mock.MagicMock() for name in names}),
+            mock.patch.object(torch.cuda, "CUDAGraph", return_value=graph) as made,
+            mock.patch.object(torch.version, "hip", hip),
+            mock.patch.object(graph_memsets, "become_kernels", refuses),
+        ):
+            replay, answer, _ = record(lambda: 3, torch.device("cuda", 0), None)
+        assert (replay, answer) == (graph.replay, 3)
+        assert made.call_args == mock.call(keep_graph=wanted)
+        assert len(asked) == graph.instantiate.call_count == int(wanted)  # what is refused stays a memset
+
     @require_torch_accelerator
     def test_on_a_gpu_what_is_cleared_is_what_the_next_kernel_reads(self):
         device = torch.device("cuda", torch.cuda.current_device())
