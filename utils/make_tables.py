@@ -236,6 +236,8 @@ def kernels(*names: str) -> str:
         how = re.findall(r"--(?:model|wait) (\S+)", run["command"])
         how += [f"{side}x{side}" for side in re.findall(r"--resolution (\d+)", run["command"])]
         how += ["by the process group"] * ("--process-group" in run["command"])
+        how += ["P2P off"] * (run["versions"]["NCCL_P2P_DISABLE"] == "1")
+        how += ["with memsets"] * ("--memsets" in run["command"])
         for row in run["rows"]:
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
             cells = [row["ms"], *computed, row["ms"] - sum(computed)]
@@ -439,6 +441,9 @@ TABLES = {
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
+    "kernels_memsets": lambda: kernels(
+        *(f"kernels_{how}_memsets_2xh200{links}" for links in ("", "_p2p_off") for how in ("with", "without"))
+    ),
     "kernels_slices": lambda: kernels(
         "kernels_slices_4xh200",
         *(f"kernels_{how}_{model}_2xh200" for model in ("wan", "flux2") for how in ("slices", "sums")),
