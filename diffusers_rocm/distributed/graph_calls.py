@@ -57,6 +57,8 @@ class Call:
     coming: dict[str, Coming] = field(default_factory=dict)
     # Slices of tokens on their way (`peer_products`).
     slices: dict[int, Any] = field(default_factory=dict)
+    # Whether copies have begun, beside what is computed.
+    by_copies: bool = False
     # Which call of this process it is.
     number: int = field(default_factory=lambda: next(_numbers))
 

@@ -7,11 +7,14 @@ several streams ("Memsets between kernels" in docs/performance_trials.md).
 
 import ctypes
 import functools
+import logging
 
 from .cuda_driver import call
 
 
-# Bytes that one block of threads writes in no time; what is longer stays a memset.
+logger = logging.getLogger(__name__)
+
+# Bytes; what is longer stays a memset, since one block of threads would write it for long.
 LONGEST = 1 << 16
 
 _THREADS = 256
@@ -25,7 +28,7 @@ _PTX = b"""
 .target sm_70
 .address_size 64
 
-.visible .entry fill(.param .u64 place, .param .u32 words, .param .u32 value)
+.visible .entry fill_for_memset(.param .u64 place, .param .u32 words, .param .u32 value)
 {
     .reg .pred %done;
     .reg .b32 %index, %words, %value, %threads;
@@ -89,10 +92,10 @@ class _Kernel(ctypes.Structure):
 
 @functools.cache
 def _fill(device: int) -> ctypes.c_void_p:
-    """The kernel, of the device that is current."""
+    """The kernel, of this device, which is the current one."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     call("cuModuleLoadData", ctypes.byref(module), _PTX)
-    call("cuModuleGetFunction", ctypes.byref(function), module, b"fill")
+    call("cuModuleGetFunction", ctypes.byref(function), module, b"fill_for_memset")
     return function
 
 
@@ -107,40 +110,60 @@ def _nodes(function: str, of: ctypes.c_void_p) -> ctypes.Array:
 
 
 def become_kernels(graph: int, device: int) -> int:
-    """Replace the short memsets of a graph (`raw_cuda_graph`) of this device, before it is instantiated.
+    """Replace short memsets of a graph (`raw_cuda_graph`), before it is instantiated; the log says what is in the way.
+
+    What writes memory of another device, or is in a graph within the graph, is not looked for: a step has none.
 
     Returns:
-        How many there were.
+        How many are replaced.
 
     Raises:
-        OSError, RuntimeError: there is no driver, or it refuses something: the graph is as right as before.
+        AssertionError: the driver has added a kernel, and neither joins it with the others nor takes it back.
     """
-    handle, replaced = ctypes.c_void_p(graph), 0
-    for node in map(ctypes.c_void_p, _nodes("cuGraphGetNodes", handle)):
-        kind, memset = ctypes.c_int(), _Memset()
-        call("cuGraphNodeGetType", node, ctypes.byref(kind))
-        if kind.value != _MEMSET:
-            continue
-        call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
-        if memset.words():
-            _replace(handle, node, memset, _fill(device))
-            replaced += 1
+    replaced, refused = 0, None
+    try:
+        handle = ctypes.c_void_p(graph)
+        for node in map(ctypes.c_void_p, _nodes("cuGraphGetNodes", handle)):
+            try:
+                replaced += _become_kernel(handle, node, device)
+            except RuntimeError as error:
+                refused = error
+    except (OSError, RuntimeError) as error:
+        refused = error
+    if refused is not None:
+        logger.info(f"{replaced} memsets of a step are kernels, others stay: {refused}")
     return replaced
 
 
-def _replace(graph: ctypes.c_void_p, node: ctypes.c_void_p, memset: _Memset, fill: ctypes.c_void_p) -> None:
+def _become_kernel(graph: ctypes.c_void_p, node: ctypes.c_void_p, device: int) -> bool:
+    """Replace a node, if it is a short memset."""
+    kind, memset = ctypes.c_int(), _Memset()
+    call("cuGraphNodeGetType", node, ctypes.byref(kind))
+    if kind.value != _MEMSET:
+        return False
+    call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
+    if not memset.words():
+        return False
     before, after = _nodes("cuGraphNodeGetDependencies", node), _nodes("cuGraphNodeGetDependentNodes", node)
     values = ctypes.c_uint64(memset.place), ctypes.c_uint32(memset.words()), ctypes.c_uint32(memset.word())
     parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-    kernel, added = _Kernel(fill, (1, 1, 1), (_THREADS, 1, 1), 0, parameters, None), ctypes.c_void_p()
-    call(
-        "cuGraphAddKernelNode", ctypes.byref(added), graph, before, ctypes.c_size_t(len(before)), ctypes.byref(kernel)
-    )
+    kernel, added = _Kernel(_fill(device), (1, 1, 1), (_THREADS, 1, 1), 0, parameters, None), ctypes.c_void_p()
+    count = ctypes.c_size_t(len(before))
+    call("cuGraphAddKernelNode", ctypes.byref(added), graph, before, count, ctypes.byref(kernel))
     try:
         if len(after):
             added_each = (ctypes.c_void_p * len(after))(*[added.value] * len(after))
             call("cuGraphAddDependencies", graph, added_each, after, ctypes.c_size_t(len(after)))
     except RuntimeError:
-        call("cuGraphDestroyNode", added)  # what nobody waits for would write too late
+        _take_back(added)
         raise
-    call("cuGraphDestroyNode", node)
+    call("cuGraphDestroyNode", node)  # where that is refused both write the same, before all that follows
+    return True
+
+
+def _take_back(added: ctypes.c_void_p) -> None:
+    """What nobody waits for would write too late."""
+    try:
+        call("cuGraphDestroyNode", added)
+    except RuntimeError as error:
+        raise AssertionError(f"a graph has a kernel that nothing waits for: {error}") from error

@@ -228,6 +228,8 @@ class HostMemory:
     def _come_to_call(self) -> None:
         """What a call whose capture failed has left, and counted, is none of the next one's."""
         call = current_call()
+        if call is not None:
+            call.by_copies = True
         number = None if call is None else call.number
         if number != self._call:
             self._call, self._gone = number, Counter()

@@ -137,6 +137,7 @@ def take_place(size: int, device: torch.device, group: str) -> Any:
     place = _room(size, index, group) if call.captured else None
     if place is not None and group not in call.turn:
         meet(place.memory, group, device)  # of the call before, all have fetched all
+    call.by_copies |= place is not None
     call.turn[group] = index
     return place and place.memory
 

@@ -21,7 +21,7 @@ from ..distributed import graph_memsets, host_memory
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.choices import goes_through_host, memsets_become_kernels
-from ..distributed.graph_calls import call_of_a_graph
+from ..distributed.graph_calls import call_of_a_graph, current_call
 from ..distributed.links import reaches_host
 from ..distributed.peer_memory import forget_places
 from ..distributed.quantized import is_quantized
@@ -46,11 +46,9 @@ def record(call: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Ca
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             answer = call()
         if by_kernels:
-            try:
-                count = graph_memsets.become_kernels(graph.raw_cuda_graph(), torch.cuda.current_device())
-                logger.debug(f"{count} memsets of a step are kernels")
-            except (OSError, RuntimeError) as error:
-                logger.info(f"memsets of a step stay what they are: {error}")
+            current = current_call()
+            if current is not None and current.by_copies:
+                graph_memsets.become_kernels(graph.raw_cuda_graph(), torch.cuda.current_device())
             graph.instantiate()
     return graph.replay, answer, graph.pool()
 

@@ -11,6 +11,7 @@ import torch
 from parameterized import parameterized
 
 from diffusers_rocm.distributed import cuda_driver, graph_memsets
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph, current_call
 from diffusers_rocm.distributed.graph_memsets import LONGEST, become_kernels
 from diffusers_rocm.hooks.step_graph import record
 
@@ -23,7 +24,7 @@ KERNEL, MEMSET = 0, 2
 class Driver:
     """Has one graph, as CUDA's driver would: of each node its kind, what it writes, and what comes before it."""
 
-    def __init__(self, refuses: str = ""):
+    def __init__(self, *refuses: str):
         self.kinds, self.writes, self.before, self.refuses = {}, {}, {}, refuses
         self.numbers = itertools.count(1000)
 
@@ -33,7 +34,7 @@ class Driver:
         return node
 
     def call(self, function: str, *args: Any) -> None:
-        if function == self.refuses:
+        if function in self.refuses:
             raise RuntimeError(function)
         getattr(self, function)(*args)
 
@@ -59,15 +60,17 @@ class Driver:
             setattr(memset._obj, name, value)
 
     def cuModuleLoadData(self, module, ptx):
-        assert b".entry fill(" in ptx
+        assert b".entry fill_for_memset(" in ptx
 
     def cuModuleGetFunction(self, function, module, name):
-        assert name == b"fill"
+        assert name == b"fill_for_memset"
         function._obj.value = 7
 
     def cuGraphAddKernelNode(self, added, graph, before, count, kernel):
         kernel = kernel._obj
-        assert kernel.function == 7 and [*kernel.grid] == [1, 1, 1] and len(before) == count.value
+        assert kernel.function == 7 and len(before) == count.value
+        assert [*kernel.grid] == [1, 1, 1] and 32 <= kernel.block[0] <= 1024 and [*kernel.block[1:]] == [1, 1]
+        assert kernel.shared_bytes == 0
         kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
         place, words, word = (kind.from_address(kernel.parameters[i]).value for i, kind in enumerate(kinds))
         added._obj.value = self.add(KERNEL, tuple(before), place=place, words=words, word=word)
@@ -136,40 +139,94 @@ class TestGraphMemsets(unittest.TestCase):
         assert self.replaced(driver) == 0
         assert driver.kinds == {node: MEMSET}
 
+    def test_one_after_the_other(self):
+        driver = Driver()
+        first = driver.add(MEMSET, **memset())
+        second = driver.add(MEMSET, (first,), **memset(place=8192))
+        last = driver.add(KERNEL, (second,))
+        assert self.replaced(driver) == 2
+        one, other = (node for node, writes in driver.writes.items() if writes)
+        assert driver.before == {last: [other], one: [], other: [one]}
+
+    def test_what_cuda_calls_so(self):
+        """Sizes and offsets as in cuda.h."""
+        for structure, size, names in (
+            (graph_memsets._Memset, 40, {"value": 16, "element_size": 20, "width": 24, "height": 32}),
+            (graph_memsets._Kernel, 56, {"grid": 8, "block": 20, "shared_bytes": 32, "parameters": 40, "extra": 48}),
+        ):
+            assert ctypes.sizeof(structure) == size
+            assert {name: getattr(structure, name).offset for name in names} == names
+
+    def test_each_device_has_its_kernel(self):
+        driver = Driver()
+        with mock.patch.object(graph_memsets, "call", mock.Mock(side_effect=driver.call)) as asked:
+            self.addCleanup(graph_memsets._fill.cache_clear)
+            graph_memsets._fill.cache_clear()
+            for device in (0, 1, 1):
+                driver.add(MEMSET, **memset())
+                assert become_kernels(5, device) == 1
+        assert [each.args[0] for each in asked.call_args_list].count("cuModuleLoadData") == 2
+
     @parameterized.expand([("cuModuleLoadData",), ("cuGraphAddKernelNode",), ("cuGraphAddDependencies",)])
     def test_a_driver_that_refuses_leaves_the_graph_as_it_was(self, function):
         driver = Driver(function)
         cleared = driver.add(MEMSET, **memset())
         last = driver.add(KERNEL, (cleared,))
-        with pytest.raises(RuntimeError, match=function):
-            self.replaced(driver)
+        with self.assertLogs(graph_memsets.logger, "INFO") as logs:
+            assert self.replaced(driver) == 0
+        assert "0 memsets" in logs.output[0] and function in logs.output[0]
         assert driver.kinds == {cleared: MEMSET, last: KERNEL} and driver.before[last] == [cleared]
 
-    def test_without_a_driver(self):
-        with mock.patch.object(cuda_driver, "_driver", lambda: ctypes.CDLL("libm.so.6")):
-            with pytest.raises(RuntimeError, match="has no cuGraphGetNodes"):
-                become_kernels(5, 0)
+    def test_a_memset_that_stays_beside_its_kernel_is_waited_for_too(self):
+        driver = Driver("cuGraphDestroyNode")
+        cleared = driver.add(MEMSET, **memset())
+        last = driver.add(KERNEL, (cleared,))
+        assert self.replaced(driver) == 0
+        assert len(driver.before[last]) == 2 and len(driver.kinds) == 3
 
-    @parameterized.expand([("NVIDIA", None, True), ("AMD", "7.0", False)])
-    def test_a_step_is_recorded_so(self, _, hip, wanted):
-        graph, asked = mock.MagicMock(), []
+    def test_a_kernel_that_nothing_waits_for_fails_the_step(self):
+        driver = Driver("cuGraphDestroyNode", "cuGraphAddDependencies")
+        driver.add(KERNEL, (driver.add(MEMSET, **memset()),))
+        with pytest.raises(AssertionError, match="nothing waits for"):
+            self.replaced(driver)
 
-        def refuses(*args: Any) -> int:
+    @parameterized.expand([("no such function", "libm.so.6"), ("no driver", "no_such_library.so")])
+    def test_without_a_driver(self, _, library):
+        with mock.patch.object(cuda_driver, "_driver", lambda: ctypes.CDLL(library)):
+            assert become_kernels(5, 0) == 0
+
+    def test_what_the_driver_answers(self):
+        with mock.patch.object(cuda_driver, "_driver", lambda: mock.Mock(cuInit=lambda flags: flags)):
+            cuda_driver.call("cuInit", 0)
+            with pytest.raises(RuntimeError, match="cuInit of CUDA's driver answers 3"):
+                cuda_driver.call("cuInit", 3)
+
+    @parameterized.expand([("NVIDIA", None, True, 1), ("NVIDIA, no copies", None, False, 0), ("AMD", "7.0", True, 0)])
+    def test_a_step_is_recorded_so(self, _, hip, by_copies, wanted):
+        graph, asked, capturing = mock.MagicMock(), [], mock.MagicMock()
+
+        def step() -> int:
+            current_call().by_copies = by_copies
+            return 3
+
+        def become(*args: Any) -> int:
             asked.append(args)
-            assert not graph.instantiate.called
-            raise RuntimeError("not here")
+            assert capturing.__exit__.called and not graph.instantiate.called
+            return 0
 
-        names = ("CUDAGraph", "graph", "device", "current_device")
         with (
-            mock.patch.multiple(torch.cuda, **{name: mock.MagicMock() for name in names}),
+            mock.patch.multiple(torch.cuda, device=mock.MagicMock(), current_device=lambda: 1),
+            mock.patch.object(torch.cuda, "graph", return_value=capturing),
             mock.patch.object(torch.cuda, "CUDAGraph", return_value=graph) as made,
             mock.patch.object(torch.version, "hip", hip),
-            mock.patch.object(graph_memsets, "become_kernels", refuses),
+            mock.patch.object(graph_memsets, "become_kernels", become),
+            call_of_a_graph(captured=True),
         ):
-            replay, answer, _ = record(lambda: 3, torch.device("cuda", 0), None)
+            replay, answer, _ = record(step, torch.device("cuda", 1), None)
         assert (replay, answer) == (graph.replay, 3)
-        assert made.call_args == mock.call(keep_graph=wanted)
-        assert len(asked) == graph.instantiate.call_count == int(wanted)  # what is refused stays a memset
+        assert made.call_args == mock.call(keep_graph=hip is None)
+        assert graph.instantiate.call_count == int(hip is None)
+        assert asked == [(graph.raw_cuda_graph(), 1)] * wanted
 
     @require_torch_accelerator
     def test_on_a_gpu_what_is_cleared_is_what_the_next_kernel_reads(self):
@@ -185,10 +242,12 @@ class TestGraphMemsets(unittest.TestCase):
                 place, handle = ctypes.c_uint64(x[row].data_ptr()), ctypes.c_void_p(stream.cuda_stream)
                 cuda_driver.call("cuMemsetD8Async", place, ctypes.c_ubyte(row), ctypes.c_size_t(count), handle)
             here.wait_stream(side)
+            current_call().by_copies = True
             return x + 1
 
         counts, become = [], graph_memsets.become_kernels
-        with mock.patch.object(graph_memsets, "become_kernels", lambda *args: counts.append(become(*args))):
+        counted = mock.patch.object(graph_memsets, "become_kernels", lambda *args: counts.append(become(*args)))
+        with counted, call_of_a_graph(captured=True):
             replay, answer, _ = record(call, device, None)
         wanted = torch.full_like(x, 10)
         for row, count in enumerate((12, LONGEST, 5, 64)):

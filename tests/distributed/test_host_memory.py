@@ -23,7 +23,7 @@ from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import collectives, host_memory, links, peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.beside import begin_compiled_gather, begin_exchange, send_to_all
-from diffusers_rocm.distributed.graph_calls import call_of_a_graph, come_to
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph, come_to, current_call
 from diffusers_rocm.distributed.host_memory import HostMemory
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks import step_graph
@@ -63,7 +63,9 @@ def exchange_worker() -> list[bool]:
             waiting.append((come_to(*memory.exchange(x, receive, send)), wanted))
             waiting.append((come_to(*memory.gather(y)), stacked.flatten(0, 1)))
             with call_of_a_graph(captured=True):
+                before = current_call().by_copies
                 others = send_to_all(y.flatten(), [y.numel()] * 3, axis.rank, axis.group.group_name)
+                found.append(not before and current_call().by_copies)
             waiting.append((others, torch.cat([*stacked[: axis.rank], *stacked[axis.rank + 1 :]]).flatten()))
             sent += [x, y]
             if turn % 2 or turn == 6:
@@ -354,7 +356,7 @@ ROUNDED_BAR = 0.02
 class TestHostMemory(unittest.TestCase):
     def test_exchange(self):
         for found in run_ranks(3, exchange_worker):
-            self.assertEqual(found, [True] * (3 * 7 + 1))
+            self.assertEqual(found, [True] * (4 * 7 + 1))
 
     @parameterized.expand([3, 4])
     def test_any_messages(self, world):

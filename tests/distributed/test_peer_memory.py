@@ -23,7 +23,7 @@ from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import peer_memory, peer_products
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64, start_exchange
-from diffusers_rocm.distributed.graph_calls import call_of_a_graph
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph, current_call
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.distributed.peer_memory import (
     can_fetch,
@@ -127,8 +127,10 @@ def exchange_worker(folder: str) -> dict[str, Any]:
 
     def by_group(captured: bool) -> tuple[bool, int]:
         with call_of_a_graph(captured), torch.profiler.profile() as profile:
-            answer = right()
-        return answer, [event.name for event in profile.events()].count("_c10d_functional::all_to_all_single")
+            answer, copied = right(), current_call().by_copies
+        count = [event.name for event in profile.events()].count("_c10d_functional::all_to_all_single")
+        assert copied == (count < sum(AT_ONCE))
+        return answer, count
 
     def memory_for(count: int) -> Callable[..., Tensor]:
         """Of a rank that has it for so many places."""
