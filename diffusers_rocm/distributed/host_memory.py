@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .cuda_driver import call
+from . import cuda_driver
 from .graph_calls import current_call
 
 
@@ -114,7 +114,7 @@ class Queue:
         if not count:
             return
         batch = (_WordOperation * count)(*words)
-        call("cuStreamBatchMemOp_v2", ctypes.c_void_p(self._stream.cuda_stream), count, batch, 0)
+        cuda_driver.call("cuStreamBatchMemOp_v2", ctypes.c_void_p(self._stream.cuda_stream), count, batch, 0)
 
 
 class HostMemory:
@@ -226,7 +226,7 @@ class HostMemory:
         return lambda source=None: ends.get(source, last)()
 
     def _come_to_call(self) -> None:
-        """What a call whose capture failed has left, and counted, is none of the next one's."""
+        """Tell the call of copies; what one whose capture failed has left, and counted, is none of the next one's."""
         call = current_call()
         if call is not None:
             call.by_copies = True
