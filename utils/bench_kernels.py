@@ -33,8 +33,9 @@ from torch.utils._pytree import tree_leaves
 from versions import versions
 
 import diffusers_rocm
+from diffusers_rocm.benchmarks.distance import bar_of, distance
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs
-from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, bar_of, parse_mesh, ranks_of
+from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, parse_mesh, ranks_of
 from diffusers_rocm.commands.bench_step import setting
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64
@@ -148,6 +149,8 @@ def measure(
             clock.sync()
         on_gpu = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
         launched = sorted(on_gpu, key=lambda each: each.time_range.start)
+        if len(launched) % IN_A_ROW:
+            print(f"{mesh}: {len(launched)} kernels are not those of {IN_A_ROW} like steps", file=sys.stderr)
         last = launched[-(len(launched) // IN_A_ROW) :]
         found |= by_kind(last, Axis.of_all())
         totals: Counter[str] = Counter()
@@ -162,10 +165,10 @@ def measure(
 
 def distance_of_all(answer: torch.Tensor, wanted: torch.Tensor) -> float:
     """Relative L2 between two answers, on the rank where it is largest."""
-    distance = (answer.float() - wanted.float()).norm() / wanted.float().norm()
-    distance = distance.nan_to_num(nan=math.inf)  # which is the largest on any backend
-    dist.all_reduce(distance, dist.ReduceOp.MAX)
-    return distance.item()
+    own = torch.tensor(distance(answer, wanted), device=answer.device)
+    own.nan_to_num_(nan=math.inf)  # which is the largest on any backend
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return own.item()
 
 
 def by_kind(kernels: Iterable[Any], world: Axis) -> dict[str, float]:

@@ -16,8 +16,9 @@ from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..models._modeling_parallel import ParallelConfig
 from .collective_calls import collective_calls
+from .distance import bar_of, distance
 from .known_models import KNOWN_MODELS, build, count_blocks, inputs
-from .step import ONE, Clock, StepRequest, bar_of, free, noted, parse_mesh
+from .step import ONE, Clock, StepRequest, free, noted, parse_mesh
 
 
 # In a row, so that the launch of one hides under the one before, as it does in a model.
@@ -130,7 +131,7 @@ def _calls(
     model = build(known, request.config, device, dtype)
     given, blocks = inputs(known, request.size, model, dtype), count_blocks(model)
     if wanted is None:
-        wanted = tree_leaves(model(**given))[0].float()
+        wanted = tree_leaves(model(**given))[0]
     degrees = parse_mesh(of_mesh.mesh)
     model.enable_parallelism(config=ParallelConfig(**degrees))
     model(**given)  # what is exchanged once, in the first forward
@@ -143,9 +144,9 @@ def _calls(
         return original(*args, **kwargs)
 
     with collective_calls(record):
-        output = tree_leaves(model(**given))[0].float()
-    distance = (output - wanted).norm(dtype=torch.float64) / wanted.norm(dtype=torch.float64)
-    of_mesh.distance = broadcast_from_first(distance, world).item()
+        output = tree_leaves(model(**given))[0]
+    own = torch.tensor([distance(output, wanted)], dtype=torch.float64)
+    of_mesh.distance = broadcast_from_first(own, world).item()
     bar = bar_of(blocks, dtype, "communication" in degrees)
     if not of_mesh.distance <= bar:
         of_mesh.note = f"wrong: {of_mesh.distance:.1e} from {ONE}, more than {bar:.1e}"

@@ -34,6 +34,7 @@ from ..models._modeling_parallel import ParallelConfig
 from ..models.attention_dispatch import preference
 from ..models.attention_kernels import platform_of
 from ..pipelines.peaks import device_peak
+from .distance import FLOAT32_BAR, LOSSY_BAR, bar_of, distance
 from .known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 
 
@@ -42,16 +43,6 @@ PEERS = ("diffusers", "cache-dit", "device-map")
 ONE = "one rank"
 # What cache-dit has besides, where Ulysses is all there is: fewer bits, and messages beside what is computed.
 FLOAT8, ASYNC = "float8", "async"
-# The largest relative L2 distance of an output from that of one rank, of one block; that of more is below (`bar_of`).
-# Two runs in bfloat16 round differently: of one block of each known model tp=2 is 0.003 to 0.016 away, of 57 blocks of
-# FLUX.1's kind 0.025, of 28 of LTX-Video's 0.029. Where each rank of two attends to its own keys alone it is 0.08 to
-# 0.41 in one block or few, and without the sums of tp=2 0.12 to 0.98; in 57 blocks, a ring that weighs a part by e^0.3
-# too much is 0.076 away.
-BARS = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-# Of an output's distance from float32, over that of one rank.
-FLOAT32_BAR = 1.25
-# With communication in fewer bits: of the same, or of the bar for bfloat16.
-LOSSY_BAR = 1.5
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,9 @@ def parse_mesh(text: str) -> dict[str, Any]:
         degree = word.partition("=")[2]
         if names.count(name) > 1:
             raise ValueError(f"--mesh {text} names {name} twice")
-        if name in AXES and name != "dp" and degree.isdecimal() and int(degree) > 0:
+        if name == "dp":
+            raise ValueError(f"--mesh {text}: replicas exchange nothing in a step, each takes as long as without them")
+        if name in AXES and degree.isdecimal() and int(degree) > 0:
             found[name] = int(degree)
         elif word in COMMUNICATION and word != EXACT:
             found["communication"] = word
@@ -326,11 +319,8 @@ class _Runner:
             if row.name != ONE:  # which had no room
                 return
             self._wanted = output
-        distance = torch.zeros(1, dtype=torch.float64, device=self._device)
-        if output is not None:
-            wanted = self._wanted.float()
-            distance += (output.to(self._device).float() - wanted).norm() / wanted.norm()
-        row.distance = broadcast_from_first(distance, self._world).item()
+        own = math.nan if output is None else distance(output, self._wanted)
+        row.distance = broadcast_from_first(torch.tensor([own], dtype=torch.float64), self._world).item()
         bar = self._bar(row)
         if self._request.in_float32 and row.name == ONE and self._dtype != torch.float32:
             self._from_float32[row.mode] = row.distance
@@ -371,14 +361,6 @@ def free(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
     torch._dynamo.reset()
-
-
-def bar_of(blocks: int, dtype: torch.dtype, lossy: bool) -> float:
-    """The largest relative L2 distance of a forward of so many blocks from that of one rank; lossy: with 8 bits.
-
-    What blocks add grows as a random walk does, with the root of their number; the rest is there without them.
-    """
-    return (LOSSY_BAR * BARS[torch.bfloat16] if lossy else BARS[dtype]) * (3 + math.sqrt(max(blocks, 1))) / 4
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ from ..distributed.mesh import AXES
 from ..pipelines.denoisers import denoisers_of
 from ..pipelines.generation import GenerationRequest, call_arguments, load
 from ..pipelines.peaks import StagePeaks
+from .distance import bar_of, distance
 from .known_models import count_blocks
-from .step import ONE, bar_of, parse_mesh
+from .step import ONE, parse_mesh
 
 
 STAGES = ("load", "encode", "denoise", "decode")
@@ -83,8 +84,8 @@ def measure_runs(
         wanted = made if wanted is None else wanted
         distances = torch.zeros(2, dtype=torch.float64)
         if world.rank == 0:
-            distances[0] = min(_distance(made.predictions[0], each) for each in wanted.predictions)
-            distances[1] = _distance(made.picture, wanted.picture)
+            distances[0] = min(_nearest(made.predictions[0], each) for each in wanted.predictions)
+            distances[1] = _nearest(made.picture, wanted.picture)
         run.forward, run.distance = broadcast_from_first(distances, world).tolist()
         lossy = "communication" in degrees or request.quantization is not None
         bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
@@ -119,11 +120,11 @@ class _Made:
             self.predictions.append(first.float().cpu())
 
 
-def _distance(x: Tensor, wanted: Tensor) -> float:
+def _nearest(x: Tensor, wanted: Tensor) -> float:
     """Relative L2; from the nearest part of what has more items."""
     parts = wanted.split(len(x)) if len(x) < len(wanted) else (wanted,)
     alike = [each for each in parts if each.shape == x.shape]
-    return min((((x - each).norm() / each.norm()).item() for each in alike), default=math.inf)
+    return min((distance(x, each) for each in alike), default=math.inf)
 
 
 def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.device) -> tuple[Run, _Made]:

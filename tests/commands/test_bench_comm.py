@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
-from diffusers_rocm.benchmarks import comm, step
+from diffusers_rocm.benchmarks import comm, distance, step
 from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, MeshComm, comm_table, measure_comm
 
 from ..testing_utils import run_ranks
@@ -24,7 +24,7 @@ def comm_worker(mesh: str) -> tuple[list[Collective], set[float]]:
     with mock.patch.object(step.Clock, "milliseconds", lambda *_: 10.0):
         same = {x for each in measure_comm(request(mesh))[0].collectives for x in each.microseconds}
     (found,) = measure_comm(request(mesh))
-    assert found.note == "" and found.distance <= step.BARS[torch.float32]
+    assert found.note == "" and found.distance <= distance.BARS[torch.float32]
     return found.collectives, same
 
 
@@ -62,7 +62,7 @@ def meshes_worker() -> tuple[list[MeshComm], list[Any]]:
         order.append(work)
         return 10.0
 
-    as_near = mock.patch.object(comm, "bar_of", lambda *_: step.BARS[torch.float32])
+    as_near = mock.patch.object(comm, "bar_of", lambda *_: distance.BARS[torch.float32])
     one_head = SMALL["flux"] | {"num_attention_heads": 1, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 12]}
     with as_near, mock.patch.object(step.Clock, "milliseconds", milliseconds):
         found = measure_comm(request("ring=2", "ring=2,int8", "ulysses=2", config=one_head))

@@ -27,9 +27,10 @@ from PIL import Image
 
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
+from diffusers_rocm.benchmarks.distance import bar_of
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 from diffusers_rocm.benchmarks.report import Bar, bars, draw, header, rows_json, table
-from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, bar_of, measure_step, parse_mesh
+from diffusers_rocm.benchmarks.step import ONE, Row, StepRequest, measure_step, parse_mesh
 from diffusers_rocm.commands import bench_step
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.models.attention_kernels import Platform
@@ -430,7 +431,7 @@ class TestBenchStep(unittest.TestCase):
             ("frames", ["--model", "ltx", "--mesh", "tp=2", "--frames", "6"], "6 frames: a LTXV.* makes 1 or 9"),
             ("axis", ["--mesh", "xp=2"], "'xp=2' is none of cfg=N, ring=N"),
             ("degree", ["--mesh", "tp=0"], "'tp=0' is none of"),
-            ("dp", ["--mesh", "dp=2"], "'dp=2' is none of"),
+            ("dp", ["--mesh", "dp=2"], "--mesh dp=2: replicas exchange nothing in a step"),
             ("twice", ["--mesh", "tp=2,tp=4"], "--mesh tp=2,tp=4 names tp twice"),
             ("ranks", ["--mesh", "tp=2", "ring=3"], "are of as many ranks, and tp=2 is of 2, ring=3 is of 3"),
             ("ways", ["--mesh", "tp=2,int8,int8"], "--mesh tp=2,int8,int8 names int8 twice"),
