@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import ParallelConfig
 from diffusers_rocm.distributed import collectives, host_memory, links, peer_products
@@ -37,7 +36,7 @@ from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
 from . import host_memory_on_a_cpu
 from .host_memory_on_a_cpu import Held, on_a_cpu, share_on
-from .test_peer_memory import Even, Replayed
+from .test_peer_memory import Even, Replayed, count_parts, on_gpus
 
 
 # Bytes that each of three ranks sends to each: none, less than a slot, some slots, and more than all slots hold.
@@ -293,28 +292,12 @@ def flux_worker(
     return max(map(relative_l2, outputs, wanted)), found, of_graph
 
 
-@torch.no_grad()
 def gpu_worker(mesh: dict[str, Any], how: str, rotate_method: str) -> tuple[float, dict[str, int]]:
-    """The largest error of FLUX as a graph over links that are taken for slow, and what its replay launches."""
-    config, device = Even(), torch.device("cuda", dist.get_rank())
-    model = config.get_model().to(device)
-    steps = tree_map_only(Tensor, lambda x: x.to(device), steps_of(config.get_inputs(1), WARM_UP + 3))
-    wanted = [config.get_output(model, each) for each in steps]
+    """The error of FLUX as a graph over links that are taken for slow, and what its replay launches."""
     slow = mock.patch.object(modeling_utils, "links_are_slow", lambda axis: axis.size > 1)
     with slow, mock.patch.object(links, "SLOWER", 0.0):
-        model.enable_parallelism(config=ParallelConfig(**mesh, rotate_method=rotate_method))
-        graph = StepGraph(model)
-    if how == "compiled":
-        torch._dynamo.reset()
-        model.compile_repeated_blocks(fullgraph=True)
-    outputs = [config.get_output(model, each) for each in steps]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        config.get_output(model, steps[0])
-        torch.cuda.synchronize()
-    names = [event.name for event in profile.events()]
-    graph.remove()
-    parts = ("Memcpy DtoH", "Memcpy HtoD", "SendRecv", "AllGather", "AllReduce")
-    return max(map(relative_l2, outputs, wanted)), {part: sum(part in name for name in names) for part in parts}
+        error, names = on_gpus(Even(), how == "compiled", **mesh, rotate_method=rotate_method)
+    return error, count_parts(names, "Memcpy DtoH", "Memcpy HtoD", "SendRecv", "AllGather", "AllReduce")
 
 
 def trial_worker(mixed_up: bool) -> tuple[bool, float]:

@@ -314,19 +314,13 @@ def flux_worker(folder: str, how: str) -> tuple[float, list[list[int]], bool]:
 
 
 @torch.no_grad()
-def gpu_worker(
-    degrees: dict[str, int],
-    compiled: bool,
-    config_class: type[BaseModelTesterConfig] = Even,
-    sizes: tuple[int, ...] | None = None,
-) -> tuple[float, dict[str, int], int]:
-    """The largest error of a model as a graph, what its replay launches, and bytes held."""
-    config, device = config_class(), torch.device("cuda", dist.get_rank())
-    config.sizes = sizes
+def on_gpus(config: BaseModelTesterConfig, compiled: bool, **mesh: Any) -> tuple[float, list[str]]:
+    """The largest error of a model as a graph, and what its replay launches, by name."""
+    device = torch.device("cuda", dist.get_rank())
     model, inputs = config.get_model().to(device), config.get_inputs(1)
-    steps = tree_map_only(torch.Tensor, lambda x: x.to(device), steps_of(inputs, WARM_UP + 3))
+    steps = tree_map_only(Tensor, lambda x: x.to(device), steps_of(inputs, WARM_UP + 3))
     wanted = [config.get_output(model, each) for each in steps]
-    model.enable_parallelism(config=ParallelConfig(**degrees))
+    model.enable_parallelism(config=ParallelConfig(**mesh))
     graph = StepGraph(model)
     if compiled:
         torch._dynamo.reset()
@@ -335,13 +329,26 @@ def gpu_worker(
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         config.get_output(model, steps[0])
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events()]
-    found = {
-        part: sum(part in name for name in names)
-        for part in ("Memcpy PtoP", "barrier_kernel", "SendRecv", "AllReduce")
-    }
     graph.remove()
-    return max(map(relative_l2, outputs, wanted)), found, held_bytes()
+    return max(map(relative_l2, outputs, wanted)), [event.name for event in profile.events()]
+
+
+def count_parts(names: list[str], *parts: str) -> dict[str, int]:
+    """In how many names each part is."""
+    return {part: sum(part in name for name in names) for part in parts}
+
+
+def gpu_worker(
+    degrees: dict[str, int],
+    compiled: bool,
+    config_class: type[BaseModelTesterConfig] = Even,
+    sizes: tuple[int, ...] | None = None,
+) -> tuple[float, dict[str, int], int]:
+    """The error of a model as a graph, what its replay launches, and bytes held."""
+    config = config_class()
+    config.sizes = sizes
+    error, names = on_gpus(config, compiled, **degrees)
+    return error, count_parts(names, "Memcpy PtoP", "barrier_kernel", "SendRecv", "AllReduce"), held_bytes()
 
 
 # Meshes of four GPUs, and the copies of a step: eight messages, each from all others of the Ulysses axis.
