@@ -67,7 +67,8 @@ def table(rows: Sequence[Row]) -> str:
         peak = f"{max(row.peak) / GIB:.2f}" if max(row.peak) else "-"
         compared = "unchecked" if row.distance is None else f"{row.distance:.1e}"
         least = f"({min(times):.2f} to {max(times):.2f})"
-        lines.append((row.name, row.mode, f"{row.median:.2f}", least, f"{speedup:.2f}x", peak, compared))
+        over = "-" if math.isnan(speedup) else f"{speedup:.2f}x"
+        lines.append((row.name, row.mode, f"{row.median:.2f}", least, over, peak, compared))
     whole = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(len(line[index]) for line in whole) for index in range(len(lines[0]))]
     widths[:2] = (max(len(line[index]) for line in lines) for index in range(2))
@@ -111,7 +112,8 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
     """One for each row; of no length where there are no times."""
     found = []
     for row, speedup in zip(rows, speedups(rows), strict=True):
-        said = row.note.partition(":")[0] or f"{row.median:.1f}  ({speedup:.2f}x)"
+        over = "" if math.isnan(speedup) else f"  ({speedup:.2f}x)"
+        said = row.note.partition(":")[0] or f"{row.median:.1f}{over}"
         value, times = (0.0, ()) if row.note else (row.median, row.milliseconds)
         found.append(Bar(f"{row.name}, {row.mode}", value, said, row.mode, times))
     return found

@@ -243,10 +243,13 @@ class _Runner:
         here = not alone or self._world.rank == 0
         step = graph = output = None
         with noted(row, self._world):
+            config = self._config(row.name)
+            tp = None if config is None else config.axes().tp
+            with fail_together("make the model", self._world):  # before any rank waits for it
+                model = self._build(tp) if here else None
             if here:
-                model = self._build()
                 step = self._step(model, inputs(self._known, self._request.size, model, self._dtype))
-                model = self._enabled(row.name, model)
+                model = self._enabled(row.name, model, config)
                 if "graph" in flags:
                     graph = StepGraph(model)
                 if "compile" in flags:
@@ -278,27 +281,31 @@ class _Runner:
         wide = {name: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in given.items()}
         return self._step(model.float(), wide)()
 
-    def _build(self) -> ModelMixin:
-        model = build(self._known, self._request.config, self._device, self._dtype)
+    def _config(self, name: str) -> ParallelConfig | None:
+        """Of a row of ours."""
+        return ParallelConfig(**parse_mesh(name)) if name in self._request.meshes else None
+
+    def _build(self, tp: Axis | None = None) -> ModelMixin:
+        model = build(self._known, self._request.config, self._device, self._dtype, tp)
         self._blocks = count_blocks(model)
         return model
 
-    def _enabled(self, name: str, model: ModelMixin) -> ModelMixin:
-        peer, _, mesh = name.rpartition(" ")
-        if name == ONE:
+    def _enabled(self, name: str, model: ModelMixin, config: ParallelConfig | None) -> ModelMixin:
+        if config is not None:
+            model.enable_parallelism(config=config)
+        if config is not None or name == ONE:
             return model
         if name == "device-map":
             memory = get_balanced_memory(model, no_split_module_classes=model._no_split_modules)
             places = infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules)
             return dispatch_model(model, places)
+        peer, _, mesh = name.rpartition(" ")
         degrees = parse_mesh(mesh.removesuffix(f",{FLOAT8}").removesuffix(f",{ASYNC}"))
         if peer == "diffusers":
             _enable_diffusers(model, degrees)
-        elif peer == "cache-dit":
+        else:
             besides = {f"ulysses_{way}": True for way in (FLOAT8, ASYNC) if mesh.endswith(way)}
             _enable_cache_dit(model, degrees, besides)
-        else:
-            model.enable_parallelism(config=ParallelConfig(**degrees))
         return model
 
     def _step(self, model: ModelMixin, given: dict[str, Any]) -> Callable[[], Tensor]:

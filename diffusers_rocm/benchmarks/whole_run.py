@@ -21,7 +21,7 @@ from ..pipelines.generation import GenerationRequest, call_arguments, load
 from ..pipelines.peaks import StagePeaks
 from .distance import bar_of, distance
 from .known_models import count_blocks
-from .step import ONE, parse_mesh
+from .step import ONE, noted, parse_mesh
 
 
 STAGES = ("load", "encode", "denoise", "decode")
@@ -37,16 +37,18 @@ class Run:
     Attributes:
         times: seconds of each stage, in each repeat; of loading, which is not repeated, once.
         peak: bytes of the device of the rank with the most, by stage; 0 on a CPU.
-        forward: distance of the first forward's prediction from that of one rank, relative L2.
+        forward: distance of the first forward's prediction from that of one rank, relative L2; None where one rank has
+            none.
         distance: the same of the picture.
+        note: why there are no times.
     """
 
     mesh: str
     times: dict[str, list[float]] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
-    forward: float = 0.0
-    distance: float = 0.0
-    wrong: bool = False
+    forward: float | None = None
+    distance: float | None = None
+    note: str = ""
 
     @property
     def pictures(self) -> list[float]:
@@ -55,17 +57,13 @@ class Run:
 
     @property
     def picture(self) -> float:
-        """The median of these."""
-        return statistics.median(self.pictures)
-
-    def said_of_wrong(self) -> str:
-        return f"wrong: the first forward is {self.forward:.1e} from {ONE}, the picture {self.distance:.1e}"
+        """The median of these; NaN where there are no times."""
+        return math.nan if self.note else statistics.median(self.pictures)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it; no times where it is wrong, and None where there is no number."""
-        found = {**asdict(self), "picture": self.picture}
-        found |= {name: None for name in ("forward", "distance") if not math.isfinite(found[name])}
-        return {**found, "times": {}, "picture": None} if self.wrong else found
+        """All of it; no times of what is wrong, and None where there is no number."""
+        found = {**asdict(self), "picture": self.picture, "times": {} if self.note else self.times}
+        return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in found.items()}
 
 
 def measure_runs(
@@ -80,20 +78,30 @@ def measure_runs(
     dtype = _dtype(request, device)
     for mesh in (ONE, *meshes):
         degrees = {"dp": world.size} if mesh == ONE else parse_mesh(mesh)
-        run, made = _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), mesh, repeats, device)
-        wanted = made if wanted is None else wanted
-        distances = torch.zeros(2, dtype=torch.float64)
-        if world.rank == 0:
-            distances[0] = min(_nearest(made.predictions[0], each) for each in wanted.predictions)
-            distances[1] = _nearest(made.picture, wanted.picture)
-        run.forward, run.distance = broadcast_from_first(distances, world).tolist()
-        lossy = "communication" in degrees or request.quantization is not None
-        bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
-        picture_bar = BARS["bfloat16" if lossy else dtype]
-        run.wrong = not (run.forward <= bar and run.distance <= picture_bar)
+        run, made = Run(mesh), _Made()
+        with noted(run, world):
+            _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
+        if mesh == ONE and not run.note:
+            wanted = made
+        if wanted is not None and not run.note:
+            lossy = "communication" in degrees or request.quantization is not None
+            _compare(
+                run, made, wanted, bar_of(made.blocks, getattr(torch, dtype), lossy), "bfloat16" if lossy else dtype
+            )
         runs.append(run)
         told(run)
     return runs
+
+
+def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, dtype: str) -> None:
+    """On the first rank, whose answer all take."""
+    world, distances = Axis.of_all(), torch.zeros(2, dtype=torch.float64)
+    if world.rank == 0:
+        distances[0] = min(_nearest(made.predictions[0], each) for each in wanted.predictions)
+        distances[1] = _nearest(made.picture, wanted.picture)
+    run.forward, run.distance = broadcast_from_first(distances, world).tolist()
+    if not (run.forward <= bar and run.distance <= BARS[dtype]):
+        run.note = f"wrong: the first forward is {run.forward:.1e} from {ONE}, the picture {run.distance:.1e}"
 
 
 def _dtype(request: GenerationRequest, device: torch.device) -> str:
@@ -110,7 +118,7 @@ class _Made:
         predictions: of the first two forwards. Where guidance is spread, a rank has one of them, or its half of one.
     """
 
-    blocks: int
+    blocks: int = 0
     predictions: list[Tensor] = field(default_factory=list)
     picture: Tensor | None = None
 
@@ -127,8 +135,8 @@ def _nearest(x: Tensor, wanted: Tensor) -> float:
     return min((distance(x, each) for each in alike), default=math.inf)
 
 
-def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.device) -> tuple[Run, _Made]:
-    stages, run = StagePeaks(device), Run(name)
+def _measure(request: GenerationRequest, repeats: int, device: torch.device, run: Run, made: _Made) -> None:
+    stages = StagePeaks(device)
     gc.collect()  # the pipeline of the mesh before refers to itself through its hooks
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
@@ -139,7 +147,7 @@ def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.
     run.times["load"] = [stages.seconds["load"]]
     stages.watch(pipe)
     denoisers = denoisers_of(pipe)
-    made = _Made(count_blocks(denoisers[0]))
+    made.blocks = count_blocks(denoisers[0])
     for denoiser in denoisers:
         denoiser.register_forward_hook(made.hear)
     decodes = request.vae != "first-rank" or axes.replica.rank == 0
@@ -160,22 +168,20 @@ def _measure(request: GenerationRequest, name: str, repeats: int, device: torch.
     made.picture = torch.as_tensor(result.images if hasattr(result, "images") else result.frames).float().cpu()
     for denoiser in {id(x): x for x in pipe.components.values() if hasattr(x, "parallelism")}.values():
         denoiser.disable_parallelism()
-    return run, made
 
 
 def runs_table(runs: Sequence[Run]) -> str:
-    """One line a mesh, beside the first; one that is wrong has no times."""
+    """One line a mesh, beside the first; one that is wrong, or could not be had, has no times."""
     base = runs[0].picture
     heads = "".join(f"{stage:>10}" for stage in (*STAGES, "picture"))
     lines = [f"{'seconds':20}{heads}{'(least to most)':>20}{'':9}{'L2: forward':>12}{'picture':>9}"]
     for run in runs:
-        if run.wrong:
-            lines.append(f"{run.mesh:20}{run.said_of_wrong()}")
+        if run.note:
+            lines.append(f"{run.mesh:20}{run.note}")
             continue
         times = "".join(f"{statistics.median(run.times[stage]):>10.3f}" for stage in STAGES)
         least = f"({min(run.pictures):.3f} to {max(run.pictures):.3f})"
-        lines.append(
-            f"{run.mesh:20}{times}{run.picture:>10.3f}{least:>20}{base / run.picture:>8.2f}x"
-            f"{run.forward:>12.1e}{run.distance:>9.1e}"
-        )
+        over = "-" if math.isnan(base) else f"{base / run.picture:.2f}x"
+        compared = "   unchecked" if run.forward is None else f"{run.forward:>12.1e}{run.distance:>9.1e}"
+        lines.append(f"{run.mesh:20}{times}{run.picture:>10.3f}{least:>20}{over:>9}{compared}")
     return "\n".join(lines)

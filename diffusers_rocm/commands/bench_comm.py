@@ -54,8 +54,10 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
         for each in of_mesh.collectives
     ]
     leave(args, argv, heading, comm_table(found), measured, bars, "microseconds")
-    bad = [of_mesh.mesh for of_mesh in found if of_mesh.note]
-    return unsuccessful(f"wrong or not run, {len(bad)} of {len(found)} meshes: {'; '.join(bad)}") if bad else 0
+    bad = [of_mesh.mesh for of_mesh in found if of_mesh.note or of_mesh.unchecked]
+    return (
+        unsuccessful(f"wrong, unchecked or not run, {len(bad)} of {len(found)} meshes: {'; '.join(bad)}") if bad else 0
+    )
 
 
 def run(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> int:

@@ -66,7 +66,7 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
 
     def told(run: Run) -> None:
         if is_first_rank():
-            said = run.said_of_wrong() if run.wrong else f"{run.picture:.3f} s a picture"
+            said = run.note or f"{run.picture:.3f} s a picture"
             print(f"{run.mesh}: {said}", file=sys.stderr, flush=True)
             so_far.append(run)
             write(args, argv, measured(so_far))
@@ -84,10 +84,10 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
             f"seconds: median of {request.repeats}",
         ]
     )
-    bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.wrong]
+    bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.note]
     leave(args, argv, heading, runs_table(runs), measured(runs), bars, "seconds a picture")
-    wrong = [run.mesh for run in runs if run.wrong]
-    return unsuccessful(f"wrong, {len(wrong)} of {len(runs)} rows: {'; '.join(wrong)}") if wrong else 0
+    bad = [run.mesh for run in runs if run.note]
+    return unsuccessful(f"wrong or not run, {len(bad)} of {len(runs)} rows: {'; '.join(bad)}") if bad else 0
 
 
 def run(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:

@@ -138,7 +138,8 @@ def load_pipeline(
         if offload == "disk":
             on_disk[name].give_up()
         if offload == "none":
-            component.to(here)
+            with fail_together(f"bring the {type(component).__name__} to its device", axes.world):
+                component.to(here)
 
     for name, cls in encoders.items():
         mode = asked.get(name, "auto")
@@ -161,7 +162,8 @@ def load_pipeline(
         pipe = pipeline.from_pretrained(folder, use_safetensors=True, **{DTYPE_ARGUMENT: torch_dtype}, **kwargs)
     pipe.text_encoder_modes = modes
     parallelize(pipe, parallel_config, rank_check=rank_check, vae=vae, graph=graph)
-    _place(pipe, offload, on_disk, here)
+    with fail_together("bring the pipeline to its device", axes.world):
+        _place(pipe, offload, on_disk, here)
     return pipe
 
 

@@ -74,7 +74,7 @@ class TestBenchComm(unittest.TestCase):
         assert run_ranks(2, buffers_worker, 1) == run_ranks(2, buffers_worker, 3)
 
     def test_comm_holds_one_model(self):
-        assert run_ranks(2, models_worker) == [[0, 0, 0]] * 2
+        assert run_ranks(2, models_worker) == [[0, 0, 0, 0]] * 2
 
     @parameterized.expand([("tp=2",), ("ulysses=2",)])
     def test_comm(self, mesh):
@@ -116,7 +116,9 @@ class TestBenchComm(unittest.TestCase):
         )
         assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
         assert "ulysses=2: not run: ValueError: Ulysses over 2 ranks needs as many heads" in run.stdout, run
-        assert run.stderr.splitlines()[-1] == "diffusers-rocm: wrong or not run, 1 of 1 meshes: ulysses=2", run
+        assert (
+            run.stderr.splitlines()[-1] == "diffusers-rocm: wrong, unchecked or not run, 1 of 1 meshes: ulysses=2"
+        ), run
 
 
 if __name__ == "__main__":

@@ -9,6 +9,9 @@ from accelerate import init_empty_weights
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from ...distributed.axis import Axis
+from ...hooks.tensor_parallel import resolve, shard_modules
+from ...models.plans import get_tensor_parallel_plan
 from .known_model import KnownModel, Size
 from .packed_pictures import PACKED_PICTURES
 from .pictures import PICTURES
@@ -49,7 +52,13 @@ _NORMS_OF_ATTENTION = ("norm_q", "norm_k", "norm_added_q", "norm_added_k", "q_no
 
 
 @torch.no_grad()
-def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> ModelMixin:
+def build(
+    known: KnownModel,
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: Axis | None = None,
+) -> ModelMixin:
     """The model with random weights that are equal on every rank, made on the device itself.
 
     Weights keep the scale of what goes through them, and queries find some keys and not others: where attention is
@@ -57,26 +66,34 @@ def build(known: KnownModel, config: Mapping[str, Any], device: torch.device, dt
 
     Args:
         config: what is to differ from the published model.
+        tp: each rank keeps its part of every weight, so that the device has room for one whole weight, not for all.
 
     Raises:
-        ValueError: a config that its class does not take.
+        ValueError: a config that its class does not take, or that cannot be sharded so.
     """
     model = made(known, config)
     kept = kept_in_float32(model)
+    if tp is not None and tp.size > 1:
+        shard_modules(resolve(model, get_tensor_parallel_plan(type(model)), tp.size), tp)
     generator = torch.Generator(device=device).manual_seed(0)
     for path, module in model.named_modules():
+        sharding = getattr(module, "sharding", None)
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            shard = None if sharding is None else sharding.shards.get(name)
+            if parameter is None and shard is None:
                 continue
             kept_dtype = torch.float32 if f"{path}.{name}".removeprefix(".") in kept else dtype
-            x = torch.empty(parameter.shape, dtype=kept_dtype, device=device)
+            whole = parameter.shape if shard is None else sharding.shapes[name]
+            x = torch.empty(whole, dtype=kept_dtype, device=device)
             if x.ndim > 1:
                 x.normal_(0, x[0].numel() ** -0.5, generator=generator)
             elif "norm" in path and name in ("weight", "gamma"):
                 x.fill_(2 if path.endswith(_NORMS_OF_ATTENTION) else 1)
             else:
                 x.normal_(0, 0.01, generator=generator)
-            module._parameters[name] = nn.Parameter(x, requires_grad=False)
+            if shard is not None:
+                x = shard.take(x, tp.rank, tp.size)
+            module._parameters[name] = None if x is None else nn.Parameter(x, requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 stored = buffer.is_floating_point() and name not in module._non_persistent_buffers_set
