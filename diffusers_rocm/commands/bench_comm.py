@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import asdict
 
-from ..benchmarks.comm import comm_table, measure_comm
+from ..benchmarks.comm import IN_A_ROW, comm_table, measure_comm
 from ..benchmarks.report import Bar, header
 from ..benchmarks.step import StepRequest, check_meshes
 from ..distributed import is_first_rank
@@ -33,7 +33,10 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
     if not is_first_rank():
         return 0
     environment = env.collect()
-    heading = f"{header(request, environment, check_meshes(request.meshes))}\none eager forward"
+    heading = (
+        f"{header(request, environment, check_meshes(request.meshes))}\none eager forward, by the process group; "
+        f"median (least to most) of {request.repeats} times {IN_A_ROW} in a row"
+    )
     measured = {
         "request": asdict(request),
         "environment": environment,

@@ -81,7 +81,7 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
         [
             f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
             where(environment(), world, picture.device),
-            f"seconds: median of {request.repeats}",
+            f"seconds: median of {request.repeats}, one mesh after the other",
         ]
     )
     bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.note]

@@ -87,8 +87,9 @@ def check(args: argparse.Namespace) -> StepRequest:
     for name in ("warmup", "rounds"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
-    if any("graph" in mode for mode in args.mode) and not on_gpus(args):
-        raise ValueError("--mode graph needs a GPU")
+    for mode in args.mode:
+        if "graph" in mode and not on_gpus(args):
+            raise ValueError(f"--mode {mode} needs a GPU")
     peers = tuple(dict.fromkeys(peer for word in args.compare for peer in word.split(",")))
     for peer in peers:
         if peer not in PEERS:

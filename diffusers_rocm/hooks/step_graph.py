@@ -172,10 +172,11 @@ class StepGraph(AroundCall):
         device = next(self._module.parameters()).device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         described = [autocast, *map(_describe, leaves)]
-        for kind in self._kinds:
-            if kind.described == described and kind.spec == spec:
-                return kind
-        self._kinds = [*self._kinds[1 - KEPT :], _Kind(spec, described)]
+        found = next((each for each in self._kinds if each.described == described and each.spec == spec), None)
+        others = [each for each in self._kinds if each is not found]
+        if found is None and len(others) == KEPT:
+            logger.info(f"the oldest graph of this {type(self._module).__name__} goes: {KEPT} kinds of calls are kept")
+        self._kinds = [*others[1 - KEPT :], found or _Kind(spec, described)]  # the one used last is last
         return self._kinds[-1]
 
     def _capture(self, kind: _Kind, call: Callable, leaves: list[Any]) -> None:

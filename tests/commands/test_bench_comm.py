@@ -69,7 +69,16 @@ def meshes_worker() -> tuple[list[MeshComm], list[Any]]:
     return found, [order.index(work) for work in order]
 
 
+def off_worker() -> list[str]:
+    """What is said of an exact mesh, and of one in 8 bits, whose outputs are a thousandth off."""
+    with mock.patch.object(comm, "distance", lambda *_: 1e-3):
+        return [each.note.partition(":")[0] for each in measure_comm(request("tp=2", "tp=2,int8"))]
+
+
 class TestBenchComm(unittest.TestCase):
+    def test_comm_in_8_bits_may_be_farther_off(self):
+        assert run_ranks(2, off_worker) == [["wrong", ""]] * 2
+
     def test_comm_keeps_buffers_for_one_call_of_a_kind(self):
         assert run_ranks(2, buffers_worker, 1) == run_ranks(2, buffers_worker, 3)
 

@@ -103,7 +103,11 @@ class TestBenchGenerate(unittest.TestCase):
             both = [sum(row["times"][stage][turn] for stage in STAGES[1:]) for turn in range(2)]
             assert row["picture"] == pytest.approx(sum(both) / 2) and len(row["times"]["load"]) == 1
         what, where, how, head, one, tp = output.getvalue().splitlines()
-        assert what.startswith("tiny-flux-shapes, ") and "on CPU" in where and how == "seconds: median of 2"
+        assert (
+            what.startswith("tiny-flux-shapes, ")
+            and "on CPU" in where
+            and how == "seconds: median of 2, one mesh after the other"
+        )
         words = [*STAGES, "picture", "(least", "to", "most)", "L2:", "forward", "picture"]
         assert head.split() == ["seconds", *words] and re.search(r"\(\S+ to \S+\) +1.00x", one), output.getvalue()
 

@@ -462,7 +462,7 @@ class TestBenchStep(unittest.TestCase):
             ("peer", ["--mesh", "tp=1", *FEW, "--compare", "diffusers"], "--compare diffusers needs GPUs"),
             ("none", [], "there are no GPUs to take all of: give --mesh tp=2"),
             ("cfg", ["--mesh", "cfg=2", *FEW], "add --guidance"),
-            ("graph", ["--mesh", "tp=1", *FEW, "--mode", "graph"], "--mode graph needs a GPU"),
+            ("graph", ["--mesh", "tp=1", *FEW, "--mode", "compile+graph"], "--mode compile+graph needs a GPU"),
             ("device map", ["--mesh", "tp=1", *FEW, "--compare", "device-map"], "there are none"),
             (
                 "no peer",

@@ -38,6 +38,16 @@ def uneven_worker() -> tuple[bool, set[int], bool]:
     return slow, found, axes == config.axes()
 
 
+def slow_copies_worker() -> list[bool]:
+    """What is answered where copies are as fast on both ranks, and where they are not on the second."""
+    answers = []
+    for second in (30, 10):
+        rates = iter([int(25e9), int((30, second)[Axis.of_all().rank] * 1e9)])
+        with mock.patch.object(links, "_timed", lambda *_, rates=rates: next(rates)):
+            answers.append(links._is_fast(Axis.of_all(), mock.Mock()))
+    return answers
+
+
 def measured_worker() -> tuple[tuple[bool, bool], tuple[bool, bool]]:
     """What is answered, and whether the fastest of many messages is slow (others may use the machine meanwhile), and
     whether there is a way from GPU to GPU."""
@@ -96,6 +106,10 @@ class TestLinks(unittest.TestCase):
                 with mock.patch.object(torch.version, "hip", hip):
                     assert [choose(axis) for choose in (*chosen, links._may_copy)] == [wanted] * 4, hip
                     assert choices.computes_beside(axis) and choices.goes_in_groups(axis)
+                    fast = replace(axis, slow_links=False)  # where all of it costs more than it hides
+                    assert not any(
+                        choose(fast) for choose in (*chosen, choices.computes_beside, choices.goes_in_groups)
+                    )
 
     @parameterized.expand([(25, 33, True), (25, 21, True), (25, 19, False), (240, 33, False)])
     def test_what_the_host_is_taken_for(self, by_group, by_copies, wanted):
@@ -105,6 +119,9 @@ class TestLinks(unittest.TestCase):
             assert links._is_fast(Axis.single("ulysses"), memory) == wanted
         memory.captured.side_effect = RuntimeError("no memory")
         assert not links._is_fast(Axis.single("ulysses"), memory)
+
+    def test_the_slowest_rank_says_how_fast_copies_are(self):
+        assert run_ranks(2, slow_copies_worker) == [[True, False]] * 2
 
     def test_whose_memory_is_reached(self):
         """That of NVIDIA's GPUs of one host, of which no two ranks have the same, and each reaches the others."""

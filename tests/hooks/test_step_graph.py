@@ -138,9 +138,12 @@ def changes_worker() -> dict[str, int]:
         holder = next(module for module in model.modules() if module._buffers)
         holder._buffers |= {name: x.clone() for name, x in holder._buffers.items()}
         use("buffer", kinds[1])
-        for tokens in range(1, KEPT + 1):
-            use("many", {**kinds[1], "encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)})
-            use("many", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0 + tokens}})
+        text = {"encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)}
+        for scale in range(1, KEPT + 1):
+            use("text", {**kinds[1], **text})
+            use(f"scale {scale}", {**kinds[1], "joint_attention_kwargs": {"scale": 1.0 + scale}})
+        use("text", {**kinds[1], **text})  # which has been used since others were
+        use("scale 1 again", {**kinds[1], "joint_attention_kwargs": {"scale": 2.0}})
         counts["kept"] = len(model.around_call[0]._kinds)
     return counts
 
@@ -267,7 +270,9 @@ class TestStepGraph(unittest.TestCase):
     def test_other_calls_and_weights_are_captured_anew(self):
         for counts in run_ranks(2, changes_worker):
             assert counts.pop("kept") == KEPT
-            assert list(counts.values())[:-1] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], counts
+            many = [counts.pop(name) for name in ("text", *(f"scale {scale}" for scale in range(1, KEPT + 1)))]
+            assert counts.pop("scale 1 again") == 18 and many == [17, 14, 15, 16, 17], (counts, many)
+            assert list(counts.values()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], counts
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):
