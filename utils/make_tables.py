@@ -270,7 +270,7 @@ EIGHT_BITS = re.compile("int8|float8")
 
 def aims(machine: str) -> str:
     """The best of ours and the best of the others, over one rank in the same mode, beside what was aimed at."""
-    lines = ["| over one GPU in the same mode | aim | ours | best of the others |", "|---|---|---|---|"]
+    lines = ["| over one GPU in the same mode | aim | ours | met | best of the others |", "|---|---|---|---|---|"]
     for shown, files, mesh, aim in AIMS:
         rows = [row for name in files for row in had(name.format(machine))]
         best = []
@@ -284,23 +284,26 @@ def aims(machine: str) -> str:
             f"{row['speedup']:.2f}x (`{row['name']}`, {row['mode']}, {max(row['peak']) / 2**30:.1f} GiB)"
             for row in best
         ]
-        lines.append(f"| {shown} | {aim}x | {' | '.join(cells)} |")
+        met = "yes" if best[0]["speedup"] >= aim else "no"
+        lines.append(f"| {shown} | {aim}x | {cells[0]} | {met} | {cells[1]} |")
     lines += [
         "",
-        "| a ring's time over that of diffusers' ring | aim | ours | memory of both, GiB |",
-        "|---|---|---|---|",
+        "| a ring's time over that of diffusers' ring | aim | ours | met | memory of both, GiB |",
+        "|---|---|---|---|---|",
     ]
     for shown, file, aim in RING_AIMS:
         rows = {row["name"]: row for row in had(file.format(machine))}
         theirs = rows["diffusers ring=4"]
         ours = min((rows[name] for name in rows if name.startswith("ring=4")), key=lambda row: row["ms"])
-        ratio = f"{ours['ms'] / theirs['ms']:.3f} (`{ours['name']}`)"
+        ratio = ours["ms"] / theirs["ms"]
         memory = " and ".join(f"{max(row['peak']) / 2**30:.2f}" for row in (ours, theirs))
-        lines.append(f"| {shown} | {aim} | {ratio} | {memory} |")
+        met = "yes" if ratio <= aim else "no"
+        lines.append(f"| {shown} | {aim} | {ratio:.3f} (`{ours['name']}`) | {met} | {memory} |")
     patterns = dict.fromkeys(name for _, of, *_ in AIMS for name in of) | dict.fromkeys(of for _, of, _ in RING_AIMS)
     files = [file for name in patterns if (file := RUNS / f"{name.format(machine)}.json").exists()]
     gpus = {gpu["name"] for file in files for gpu in read(file.stem)["environment"]["gpus"]}
-    named = ", ".join(f"`{file.name}`" for file in files)
+    dates = {file: read(file.stem)["environment"].get("date") for file in files}
+    named = ", ".join(f"`{file.name}`" + f" ({dates[file]})" * (dates[file] is not None) for file in files)
     return "\n".join([*lines, "", f"4 x {', '.join(gpus)}, by the commands in {named} (`docs/benchmarks/`)."])
 
 
