@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import broadcast_from_first
+from ..distributed.compression import EXACT
 from ..distributed.mesh import AXES
 from ..pipelines.denoisers import denoisers_of
 from ..pipelines.generation import GenerationRequest, call_arguments, load
@@ -84,7 +85,8 @@ def measure_runs(
         if mesh == ONE and not run.note:
             wanted = made
         if wanted is not None and not run.note:
-            lossy = "communication" in degrees or request.quantization is not None
+            rounds = "communication" in degrees or request.communication != EXACT
+            lossy = rounds or request.quantization is not None
             _compare(
                 run, made, wanted, bar_of(made.blocks, getattr(torch, dtype), lossy), "bfloat16" if lossy else dtype
             )

@@ -29,7 +29,8 @@ class RunsRequest:
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser("generate", help="seconds of each stage of a picture, mesh by mesh")
     generate.add_arguments(parser)
-    parser.add_argument("--mesh", nargs="+", required=True, help="tp=2 ulysses=2 ..., in place of --tp, --ulysses")
+    meshes = {"nargs": "+", "action": "extend", "required": True}
+    parser.add_argument("--mesh", help="tp=2 ulysses=2 ..., in place of --tp, --ulysses", **meshes)
     parser.add_argument("--repeats", type=int, default=3, help="pictures that are timed, after one that is not")
     add_output_arguments(parser)
 
@@ -43,8 +44,9 @@ def check(args: argparse.Namespace) -> RunsRequest:
         raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     check_output(args)
-    world = check_meshes(tuple(args.mesh))
-    for mesh in args.mesh:
+    meshes = tuple(dict.fromkeys("".join(mesh.split()) for mesh in args.mesh))
+    world = check_meshes(meshes)
+    for mesh in meshes:
         found = parse_mesh(mesh)
         for name in AXES:
             setattr(args, name, found.get(name, 1))
@@ -54,7 +56,7 @@ def check(args: argparse.Namespace) -> RunsRequest:
     args.dp = world
     request = generate.check_request(args)
     generate.check_one_picture(request, "bench generate")
-    return RunsRequest(request, tuple(args.mesh), args.repeats)
+    return RunsRequest(request, meshes, args.repeats)
 
 
 @record

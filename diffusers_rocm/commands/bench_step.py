@@ -95,7 +95,7 @@ def check(args: argparse.Namespace) -> StepRequest:
         if peer not in PEERS:
             raise ValueError(f"--compare {peer}: there are {', '.join(PEERS)}")
         if peer != "cache-dit" and not on_gpus(args):
-            raise ValueError(f"--compare {peer} needs GPUs, and there are none")
+            raise ValueError(f"--compare {peer} runs on GPUs: leave it out on a CPU")
     if "cache-dit" in peers and importlib.util.find_spec("cache_dit") is None:
         raise ValueError("--compare cache-dit needs it installed: pip install 'cache-dit[parallelism]'")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:

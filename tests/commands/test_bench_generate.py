@@ -44,6 +44,10 @@ def other_picture_worker() -> list[Run]:
         return measure_runs(REQUEST, ("tp=2",), repeats=1)
 
 
+def rounded_worker() -> list[Run]:
+    return measure_runs(replace(REQUEST, communication="int8"), ("ulysses=2",), repeats=1)
+
+
 def guidance_worker(dtype: str) -> list[Run]:
     request = replace(REQUEST, dtype=dtype, negative_prompt="a blue square", guidance=4.0)
     return measure_runs(request, ("cfg=2", "ulysses=2"), repeats=1)
@@ -73,6 +77,11 @@ class TestBenchGenerate(unittest.TestCase):
                 assert not run.note and (run.distance > 1e-3 if "int8" in run.mesh else run.distance <= 1e-5), run
                 assert list(run.times) == list(STAGES) and min(run.times[name][0] for name in STAGES[:3]) > 0, run
 
+    def test_all_meshes_in_8_bits(self):
+        """Which one rank, that sends nothing, is not."""
+        for one, ulysses in run_ranks(2, rounded_worker):
+            assert one.note == ulysses.note == "" and ulysses.forward > 1e-3, ulysses
+
     def test_another_picture(self):
         for one, tp in run_ranks(2, other_picture_worker):
             assert not one.note and tp.note and tp.forward <= 1e-5, tp
@@ -96,13 +105,14 @@ class TestBenchGenerate(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             output, file = StringIO(), Path(folder, "made", "runs.json")
             with redirect_stdout(output), redirect_stderr(StringIO()):
-                code = commands.main(["bench", "generate", "--mesh", "tp=1", "--repeats", "2", "--json", str(file)])
+                meshes = ["--mesh", "tp=1", " tp=1", "--mesh", "ring=1"]
+                code = commands.main(["bench", "generate", *meshes, "--repeats", "2", "--json", str(file)])
             rows = json.loads(file.read_text())["rows"]
-        assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1"]
+        assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1", "ring=1"]
         for row in rows:
             both = [sum(row["times"][stage][turn] for stage in STAGES[1:]) for turn in range(2)]
             assert row["picture"] == pytest.approx(sum(both) / 2) and len(row["times"]["load"]) == 1
-        what, where, how, head, one, tp = output.getvalue().splitlines()
+        what, where, how, head, one, *_ = output.getvalue().splitlines()
         assert (
             what.startswith("tiny-flux-shapes, ")
             and "on CPU" in where

@@ -1,0 +1,91 @@
+"""What `bench` makes of what it measures: figures of hand-made rows, what is timed, and how a run ends."""
+
+import unittest
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from typing import Any
+from unittest import mock
+
+from parameterized import parameterized
+
+from diffusers_rocm import commands
+from diffusers_rocm.benchmarks import step
+from diffusers_rocm.benchmarks.comm import Collective, MeshComm, comm_table
+from diffusers_rocm.benchmarks.report import table
+from diffusers_rocm.benchmarks.step import ONE, Row, measure_step
+from diffusers_rocm.commands import bench_memory, bench_step
+
+from ..hooks.test_step_graph import emulated
+from ..testing_utils import run_ranks
+from .test_bench_step import request
+from .test_known_models import SMALL
+
+
+def captures_worker() -> tuple[int, int]:
+    """How many graphs were captured while steps were timed, and in all."""
+    timed, while_timed = step.Clock.milliseconds, 0
+
+    def milliseconds(*args: Any) -> float:
+        nonlocal while_timed
+        before = recorder.captures
+        found = timed(*args)
+        while_timed += recorder.captures - before
+        return found
+
+    with emulated() as recorder, mock.patch.object(step.Clock, "milliseconds", milliseconds):
+        measure_step(request("tp=2", modes=("graph",), rounds=1))
+    return while_timed, recorder.captures
+
+
+class TestBenchFigures(unittest.TestCase):
+    def test_of_collectives(self):
+        """4 MB, of the rank with the most, in 20 microseconds, 100 times."""
+        found = Collective("all-to-all", [1_000_000, 4_000_000], 100, [10.0, 20.0, 40.0])
+        assert (found.median, found.gigabytes_a_second, found.milliseconds_a_step) == (20.0, 200.0, 2.0)
+        other = Collective("all-reduce", [8_000_000, 8_000_000], 10, [80.0])
+        *_, line, total = comm_table([MeshComm("tp=2", 0.0, collectives=[other, found])]).splitlines()
+        assert line.split() == ["all-to-all", "4.000", "100", "20.0", "(10.0", "to", "40.0)", "200.00", "2.000"], line
+        assert total.split() == ["all", "of", "them", "110", "2.800"], total
+
+    def test_the_peak_is_of_the_rank_with_the_most(self):
+        *_, line = table([Row(ONE, "eager", [8.0], [2**30, 2**31], 0.0)]).splitlines()
+        assert line.split()[-2] == "2.00", line
+
+    def test_steps_are_timed_once_they_are_graphs(self):
+        assert run_ranks(2, captures_worker) == [(0, 2)] * 2
+
+    @parameterized.expand(
+        [
+            ("diffusers tp=1", "not run: ValueError: no such thing", 0),
+            ("diffusers tp=1", "wrong: 1.0e-01 from one rank, more than 2.0e-02", 1),
+            ("tp=1", "not run: ValueError: no such thing", 1),
+        ]
+    )
+    def test_how_a_run_ends(self, name, note, wanted):
+        """What a peer cannot do is no failure; a row that is wrong is, and one of ours that was not run."""
+        rows = [
+            Row(ONE, "eager", [8.0], [0], 0.0),
+            Row("tp=1", "eager", [8.0], [0], 0.0),
+            Row(name, "eager", note=note),
+        ]
+        config = [f"{key}={value}" for key, value in SMALL["flux"].items()]
+        command = ["bench", "step", "--device", "cpu", "--mesh", "tp=1", "--resolution", "64", "--config", *config]
+        stderr, measured = StringIO(), mock.patch.object(bench_step, "measure_step", lambda *_: rows)
+        with redirect_stdout(StringIO()), redirect_stderr(stderr), measured:
+            assert commands.main(command) == wanted, stderr.getvalue()
+
+    def test_a_mesh_of_bench_memory(self):
+        """Stands for the axes."""
+        asked = []
+        with mock.patch.object(bench_memory, "on_ranks", lambda world, *_: asked.append(world) or 0):
+            assert commands.main(["bench", "memory", "--device", "cpu", "--mesh", "ring=2,tp=2"]) == 0
+        assert asked == [4]
+        for arguments, said in ((["--tp", "2"], "from --mesh tp=2, or from --tp"), (["--mesh", "xp=2"], "'xp=2' is")):
+            stderr = StringIO()
+            with redirect_stderr(stderr):
+                code = commands.main(["bench", "memory", "--device", "cpu", "--mesh", "tp=2", *arguments])
+            assert code == 2 and said in stderr.getvalue(), stderr.getvalue()
+
+
+if __name__ == "__main__":
+    unittest.main()
