@@ -40,8 +40,8 @@ def begins_early(axis: Axis) -> bool:
 def goes_by_copies(axis: Axis) -> bool:
     """Whether messages are fetched out of the other ranks' memory in graphs, if that is reached, and never if not.
 
-    Without a graph each copy costs the host a launch. 8 bits, which save nothing over fast links, Ulysses sends by the
-    group all the same.
+    Without a graph each copy costs the host a launch. 8 bits, which save nothing over fast links, go by the group all
+    the same, and so does what a ring gathers some heads at a time.
     """
     return not axis.slow_links
 

@@ -25,7 +25,7 @@ from .compression import (
 )
 from .graph_calls import come_to
 from .host_memory import carries, of_captured_call
-from .peer_memory import exchange_by_copies
+from .peer_memory import exchange_by_copies, gather_by_copies
 
 
 # torch 2.13 renamed it
@@ -263,12 +263,22 @@ def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: i
     return _Gather.apply(x, sizes, axis, dim) if _needs_grad(x) else all_gather(x, sizes, axis, dim)
 
 
-def start_gather_tokens(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis) -> Callable[[], torch.Tensor]:
-    """Begin to gather activations [sizes[rank], ...] of all ranks, as `start_exchange` begins.
+def start_gather_tokens(
+    parts: list[torch.Tensor], dim: int, sizes: tuple[int, ...], axis: Axis
+) -> Callable[[], torch.Tensor]:
+    """Begin to gather activations of all ranks, as `start_exchange` begins.
+
+    Args:
+        parts: [sizes[rank], ...] each, of one dtype; joined along `dim`, above 0.
 
     Returns:
-        A function that waits, and answers them, joined along dim 0.
+        A function that waits, and answers the ranks', joined along dim 0.
     """
+    plain = not any(map(_needs_grad, parts)) and axis.communication == EXACT
+    if axis.peer_memory and plain and min(sizes) == max(sizes):
+        received = gather_by_copies(parts, dim, axis.size, axis.group)
+        return lambda: received
+    x = torch.cat(parts, dim)
     if _needs_grad(x):
         gathered = _Gather.apply(x, sizes, axis, 0)
         return lambda: gathered

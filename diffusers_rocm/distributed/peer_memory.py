@@ -1,4 +1,4 @@
-"""An all-to-all by copies out of the other ranks' memory, which occupy no multiprocessor.
+"""Messages by copies out of the other ranks' memory, which occupy no multiprocessor.
 
 A kernel of NCCL beside a product takes multiprocessors from it, and over fast links costs what it hides; a copy engine
 takes none. So in a graph of a step a message is laid where the other ranks reach it, in torch's symmetric memory, and
@@ -6,7 +6,8 @@ they fetch it from there. Without a graph, where each copy would cost the host a
 
 Each group has two places, which its messages take in turn. Ranks meet once for a message, between writing and fetching
 it, and none comes there before it has fetched the last one. So when they have met for a message, all have fetched what
-was in the place that the next one takes.
+was in the place that the next one takes. A long message, which is fetched a rank at a time, has a third place, and
+ranks meet before it is written, too.
 """
 
 import functools
@@ -27,7 +28,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from .beside import copy_beside
-from .graph_calls import current_call, register
+from .graph_calls import come_to, current_call, register
 from .host_memory import tried
 
 
@@ -42,9 +43,12 @@ class _Place:
     memory: Any
 
 
+# The place of long messages; those of others are 0 and 1.
+_LONG = 2
+
 # For each group its places, or None where they could not be made; and those that were too small for a later call, or
 # of such a group, which older graphs still use.
-_places: dict[str, list[_Place] | None] = {}
+_places: dict[str, dict[int, _Place] | None] = {}
 _outgrown: list[_Place] = []
 # How many tensors this process has shared.
 _shared = 0
@@ -59,9 +63,11 @@ _VERSION = version_of(__file__)
 
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
 _library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Device device) -> Tensor")
-# By its name the compiler estimates how long it takes.
-_library.define("fetch_all_to_all(Tensor place, int world, str group) -> Tensor")
-_library.define("all_to_all_by_copies(Tensor[] parts, int dim, int world, str group, str version) -> Tensor")
+# By these names the compiler estimates how long a message takes.
+_KINDS = ("all_to_all", "all_gather")
+for _kind in _KINDS:
+    _library.define(f"fetch_{_kind}(Tensor place, int world, str group) -> Tensor")
+    _library.define(f"{_kind}_by_copies(Tensor[] parts, int dim, int world, str group, str version) -> Tensor")
 _ours = torch.ops.diffusers_rocm
 
 
@@ -76,7 +82,8 @@ def forget_places(group: dist.ProcessGroup | None = None) -> None:
 
 def held_bytes() -> int:
     """What places take of this rank's GPU, which torch's allocator does not count."""
-    return sum(place.bytes.nbytes for places in (*filter(None, _places.values()), _outgrown) for place in places)
+    of_groups = (places.values() for places in filter(None, _places.values()))
+    return sum(place.bytes.nbytes for places in (*of_groups, _outgrown) for place in places)
 
 
 def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -91,30 +98,37 @@ def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device:
     return memory.get_buffer(dist.distributed_c10d._resolve_process_group(group).rank(), shape, dtype)
 
 
-def _fetch(place: Tensor, world: int, group: str) -> Tensor:
+def _fetch_all_to_all(place: Tensor, world: int, group: str) -> Tensor:
     """What all ranks have laid for this one where `_next_place` told them."""
-    x = place.view(-1)
-    call = current_call()
+    return _fetch(place.view(-1), place.numel() // world, world, group)
+
+
+def _fetch_all_gather(place: Tensor, world: int, group: str) -> Tensor:
+    """What all ranks have laid for all."""
+    return _fetch(place.view(-1), place.numel(), world, group)
+
+
+def _fetch(x: Tensor, count: int, world: int, group: str) -> Tensor:
+    """Of what each rank has laid, as this one has `x`: `count` elements, all of it, or the part for this rank."""
+    call, to_all = current_call(), count == x.numel()
     memory = None if call is None else call.taken.pop(group, None)
     if memory is None:
-        return _by_group(x, world, group)
-    rank, count = dist.distributed_c10d._resolve_process_group(group).rank(), x.numel() // world
+        return _by_group(x, count, world, group)
+    rank = dist.distributed_c10d._resolve_process_group(group).rank()
     assert x.data_ptr() == memory.get_buffer(rank, x.shape, x.dtype).data_ptr()
-    received = torch.empty_like(x)
+    received, offset = x.new_empty(world * count), 0 if to_all else rank * count
     into = received.chunk(world)
-    into[rank].copy_(x.chunk(world)[rank])  # by a kernel, which would wait for those that come next
-    if group in call.coming:
-        call.coming.pop(group).wait()
+    into[rank].copy_(x.narrow(0, offset, count))  # by a kernel, which would wait for those that come next
     meet(memory, group, x.device)
     others = ((rank + step) % world for step in range(1, world))
-    pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, rank * count)) for peer in others)
+    pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, offset)) for peer in others)
     call.coming[group] = register(received, copy_beside(pairs, x.device))
     return received
 
 
-def _all_to_all(parts: list[Tensor], dim: int, world: int, group: str, version: str) -> Tensor:
+def _by_copies(kind: str, parts: list[Tensor], dim: int, world: int, group: str, version: str) -> Tensor:
     place = _ours.next_place(_joined_shape(parts, dim), group, dtype=parts[0].dtype, device=parts[0].device)
-    return _ours.fetch_all_to_all(torch.cat(parts, dim, out=place), world, group)
+    return getattr(_ours, f"fetch_{kind}")(torch.cat(parts, dim, out=place), world, group)
 
 
 def _joined_shape(parts: Sequence[Any], dim: int) -> list[Any]:
@@ -132,14 +146,52 @@ def take_place(size: int, device: torch.device, group: str) -> Any:
     if call is None:
         return None
     index = 1 - call.turn.get(group, 1)
-    if not call.captured:
-        _make_room(size, index, device, group)
-    place = _room(size, index, group) if call.captured else None
+    place = _find_place(size, index, device, group)
     if place is not None and group not in call.turn:
         meet(place.memory, group, device)  # of the call before, all have fetched all
-    call.by_copies |= place is not None
     call.turn[group] = index
     return place and place.memory
+
+
+def lay_for_all(
+    tensors: Sequence[Tensor], dim: int, largest: int, group: str
+) -> tuple[Tensor, Callable[[int, int], Callable[[], Tensor]]] | None:
+    """Lay a long message, of `tensors` joined along `dim`, where all ranks of a group fetch it when they want it.
+
+    All of them have fetched all that they want before they lay the next one.
+
+    Args:
+        largest: elements of the longest of all ranks' messages.
+
+    Returns:
+        The message, where it lies, and what begins to fetch that of a rank, given it and how many elements it has: it
+        answers what waits, and answers them [n]. None where messages do not go by copies.
+    """
+    shape, dtype, device = _joined_shape(tensors, dim), tensors[0].dtype, tensors[0].device
+    place = _find_place(largest * dtype.itemsize, _LONG, device, group)
+    if place is None:
+        return None
+    memory, rank = place.memory, dist.distributed_c10d._resolve_process_group(group).rank()
+    meet(memory, group, device)
+    message = torch.cat(tensors, dim, out=memory.get_buffer(rank, shape, dtype))
+    meet(memory, group, device)
+
+    def fetch(peer: int, count: int) -> Callable[[], Tensor]:
+        received = torch.empty(count, dtype=dtype, device=device)
+        return come_to(received, copy_beside([(received, memory.get_buffer(peer, (count,), dtype))], device))
+
+    return message, fetch
+
+
+def _find_place(size: int, index: int, device: torch.device, group: str) -> _Place | None:
+    """A place of a captured call, if there is room; before, it is made."""
+    call = current_call()
+    if call is not None and not call.captured:
+        _make_room(size, index, device, group)
+    place = _room(size, index, group) if call is not None and call.captured else None
+    if place is not None:
+        call.by_copies = True
+    return place
 
 
 def slices_on_their_way() -> dict[int, Any]:
@@ -149,32 +201,34 @@ def slices_on_their_way() -> dict[int, Any]:
 
 
 def meet(memory: Any, group: str, device: torch.device) -> None:
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have come here, each with all that it has begun to fetch."""
+    coming = current_call().coming
+    if group in coming:
+        coming.pop(group).wait()
     process_group = dist.distributed_c10d._resolve_process_group(group)
     memory.barrier(channel=0, timeout_ms=_timeout(process_group, device))
 
 
 def _room(size: int, index: int, group: str) -> _Place | None:
     """The place of this index, if it has `size` bytes."""
-    places = _places.get(group) or []
-    return places[index] if index < len(places) and places[index].bytes.numel() >= size else None
+    place = (_places.get(group) or {}).get(index)
+    return place if place is not None and place.bytes.numel() >= size else None
 
 
 def _make_room(size: int, index: int, device: torch.device, group: str) -> None:
-    """A place for the next message, of `size` bytes, which all ranks of the group make, or none ever."""
-    places = _places.setdefault(group, [])
+    """A place of `size` bytes for messages, which all ranks of the group make, or none ever."""
+    places = _places.setdefault(group, {})
     if places is None or _room(size, index, group) is not None:
         return
-    grows = index < len(places)  # by a quarter more, so that it seldom does
+    grows = index in places  # by a quarter more, so that it seldom does
     place = _share(size + grows * (size // 64) * 16, device, dist.distributed_c10d._resolve_process_group(group))
     if place is None:
-        _outgrown.extend(places)
+        _outgrown.extend(places.values())
         _places[group] = None
-    elif grows:
+        return
+    if grows:
         _outgrown.append(places[index])
-        places[index] = place
-    else:
-        places.append(place)
+    places[index] = place
 
 
 def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place | None:
@@ -221,15 +275,17 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> int:
     return group._get_backend(device).options._timeout // timedelta(milliseconds=1)
 
 
-def _by_group(x: Tensor, world: int, group: str) -> Tensor:
-    sizes = [x.numel() // world] * world
-    return torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, group)
+def _by_group(x: Tensor, count: int, world: int, group: str) -> Tensor:
+    if count == x.numel():
+        return torch.ops._c10d_functional.all_gather_into_tensor(x, world, group)
+    return torch.ops._c10d_functional.all_to_all_single(x, [count] * world, [count] * world, group)
 
 
 _library.impl("next_place", _next_place, "CompositeExplicitAutograd")
-for _device in ("CUDA", "CPU"):
-    _library.impl("fetch_all_to_all", _fetch, _device)
-    _library.impl("all_to_all_by_copies", _all_to_all, _device)
+for _kind, _function in zip(_KINDS, (_fetch_all_to_all, _fetch_all_gather), strict=True):
+    for _device in ("CUDA", "CPU"):
+        _library.impl(f"fetch_{_kind}", _function, _device)
+        _library.impl(f"{_kind}_by_copies", functools.partial(_by_copies, _kind), _device)
 
 
 @torch.library.register_fake("diffusers_rocm::next_place", lib=_library)
@@ -242,9 +298,19 @@ def _(place, world, group):
     return torch.empty_like(place).view(-1)
 
 
+@torch.library.register_fake("diffusers_rocm::fetch_all_gather", lib=_library)
+def _(place, world, group):
+    return place.new_empty(world * place.numel())
+
+
 @torch.library.register_fake("diffusers_rocm::all_to_all_by_copies", lib=_library)
 def _(parts, dim, world, group, version):
     return parts[0].new_empty(sum(part.numel() for part in parts))
+
+
+@torch.library.register_fake("diffusers_rocm::all_gather_by_copies", lib=_library)
+def _(parts, dim, world, group, version):
+    return parts[0].new_empty(world * sum(part.numel() for part in parts))
 
 
 @functools.cache
@@ -256,8 +322,7 @@ def teach_compiler() -> bool:
 
     last: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
-    @register_lowering(_ours.all_to_all_by_copies.default, type_promotion_kind=None)
-    def lower(parts: list[ir.TensorBox], dim: int, world: int, group: str, version: str) -> ir.TensorBox:
+    def lower(fetch: Any, parts: list[ir.TensorBox], dim: int, world: int, group: str, version: str) -> ir.TensorBox:
         first, fetched = len(V.graph.operations), last.setdefault(V.graph, {})
         options = {"dtype": parts[0].get_dtype(), "device": parts[0].get_device()}
         shape = _joined_shape(parts, dim)
@@ -274,10 +339,15 @@ def teach_compiler() -> bool:
             )
             into = ir.SliceView.create(place.data, dim, start, stop, clamp=False)
             ir.MutationLayoutSHOULDREMOVE.realize_into(copy, into, unsafe_alias=True)
-        received = ir._CollectiveKernel.create_out_of_place(_ours.fetch_all_to_all.default, place, world, group)
+        received = ir._CollectiveKernel.create_out_of_place(fetch, place, world, group)
         fetched[group] = received.get_name()
         return ir.TensorBox.create(received)
 
+    for operation, fetch in (
+        (_ours.all_to_all_by_copies.default, _ours.fetch_all_to_all.default),
+        (_ours.all_gather_by_copies.default, _ours.fetch_all_gather.default),
+    ):
+        register_lowering(operation, type_promotion_kind=None)(functools.partial(lower, fetch))
     return True
 
 
@@ -292,6 +362,19 @@ def exchange_by_copies(parts: list[Tensor], dim: int, world: int, group: dist.Pr
     """
     coming = _ours.all_to_all_by_copies(parts, dim, world, group.group_name, _VERSION)
     return torch.ops._c10d_functional.wait_tensor(coming)
+
+
+def gather_by_copies(parts: list[Tensor], dim: int, world: int, group: dist.ProcessGroup) -> Tensor:
+    """A gather of as much of each rank, which goes by copies in a graph.
+
+    Args:
+        parts: [n, ...] each, of one dtype; joined along `dim`, above 0.
+
+    Returns:
+        [world x n, ...], what came of each rank, in their order.
+    """
+    coming = _ours.all_gather_by_copies(parts, dim, world, group.group_name, _VERSION)
+    return torch.ops._c10d_functional.wait_tensor(coming).view(-1, *_joined_shape(parts, dim)[1:])
 
 
 def can_fetch(group: dist.ProcessGroup, device: torch.device, on_all: Callable[[bool], bool]) -> bool:

@@ -11,6 +11,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..distributed.axis import Axis
 from ..distributed.choices import goes_by_copies
 from ..distributed.collectives import copy_to_axis, gather_from_axis
 from ..distributed.links import reaches_memory
@@ -58,14 +59,17 @@ class SequenceSplit:
         self.alone: str | None = None  # the only stream that the attention module that runs is over
 
     def by_copies(self, wanted: bool) -> bool:
-        """Have Ulysses' messages go by copies, where its ranks reach each other's memory, or no longer; all call it.
+        """Have messages go by copies, where ranks of an axis reach each other's memory, or no longer; all call it.
 
         Returns:
-            Whether they go so.
+            Whether some go so.
         """
-        reached = wanted and goes_by_copies(self.ulysses) and reaches_memory(self.ulysses)
-        self.ulysses = replace(self.ulysses, peer_memory=reached)
-        return reached
+
+        def reached(axis: Axis) -> Axis:
+            return replace(axis, peer_memory=wanted and goes_by_copies(axis) and reaches_memory(axis))
+
+        self.ring, self.ulysses = reached(self.ring), reached(self.ulysses)
+        return self.ring.peer_memory or self.ulysses.peer_memory
 
     def __deepcopy__(self, memo: dict) -> "SequenceSplit":
         return self  # what hooks and processors of a copied model share is that of the model

@@ -19,6 +19,7 @@ from ..distributed.beside import pass_on, send_to_all
 from ..distributed.choices import begins_early, goes_in_groups, goes_in_halves, groups_of_heads, hides_a_hop
 from ..distributed.collectives import all_gather, copy_to_axis, gather_from_axis, start_gather_tokens
 from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
+from ..distributed.peer_memory import lay_for_all
 from ..distributed.sharding import Block
 from .attention_heads import (
     attention_in_groups,
@@ -197,8 +198,8 @@ def _attention_over_ring(
     if mask is not None and mask.is_floating_point():
         q, mask = _lift(q, mask)
     if rotate_method == "p2p":
-        run = _ring_op if compiling else _ring
-        return run(q, k, v, mask, scale, name, lengths, ring.rank, group, ring.communication == EXACT)
+        run, exact = _ring_op if compiling else _ring, ring.communication == EXACT
+        return run(q, k, v, mask, scale, name, lengths, ring.rank, group, exact, exact and ring.peer_memory)
     run = _gathered_op if compiling else _gathered
     return run(q, k, v, mask, scale, name, lengths, ring.rank, groups, group, ring.communication == EXACT)
 
@@ -260,7 +261,7 @@ def _keys_of_all(k: Tensor, v: Tensor, heads: int, lengths: tuple[int, ...], rin
     """
 
     def start(*tensors: Tensor) -> Callable[[], Tensor]:
-        return start_gather_tokens(tokens_first(*tensors), lengths, ring)
+        return start_gather_tokens([x.transpose(0, 1) for x in tensors], 2, lengths, ring)
 
     if not begins_early(ring):
         return _keys_of(copy_to_axis(start(k, v)(), ring), heads)
@@ -284,11 +285,12 @@ def _ring(
     rank: int,
     group: str,
     exact: bool,
+    by_copies: bool,
 ) -> Tensor:
     """Each rank passes keys and values on to the next while it computes with those that it has.
 
     They travel as one message [S, B, 2 Hk, D]; a rank has the one that it computes with and the one that comes. The
-    last hop is not made.
+    last hop is not made. By copies each is fetched from the rank whose it is.
 
     Args:
         q: [B, Sq, H, D]; k, v: [B, lengths[rank], Hk, D].
@@ -296,14 +298,19 @@ def _ring(
         kernel, group: names of both.
         lengths: keys of every rank.
         exact: or in 8 bits, passed on as they came, so that they are rounded once.
+        by_copies: in a graph, if ranks have room for it.
     """
-    world, message, out, lse = len(lengths), tokens_first(k, v), None, None
-    row = message[0].numel()
+    world, row, out, lse = len(lengths), 2 * k[:, 0].numel(), None, None
+    keys = [x.transpose(0, 1) for x in (k, v)]
+    laid = lay_for_all(keys, 2, row * max(lengths), group) if by_copies else None
+    message, fetch = (torch.cat(keys, 2), None) if laid is None else laid
     sent = message.flatten() if exact else compress(message.flatten())
     for hop in range(world):
         owner, next_owner = (rank - hop) % world, (rank - hop - 1) % world
         count = row * lengths[next_owner]
-        if hop < world - 1:
+        if hop < world - 1 and fetch is not None:
+            arrive = fetch(next_owner, count)
+        elif hop < world - 1:
             arrive = pass_on(sent, count if exact else compressed_size(count), rank, world, group)
         columns = None if mask is None else mask.narrow(-1, sum(lengths[:owner]), lengths[owner])
         # No name for keys and values, which would keep this message beyond the next.

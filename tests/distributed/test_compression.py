@@ -63,7 +63,9 @@ def collectives_worker(world: int) -> dict:
         results[name] = relative_l2(rounded, wanted)
     sizes = (2, 5, 3)[:world]
     x = randn(sizes[axis.rank], 3, 11, seed=axis.rank)
-    results["gather"] = relative_l2(*(collectives.start_gather_tokens(x, sizes, each)() for each in (axis, exact)))
+    results["gather"] = relative_l2(
+        *(collectives.start_gather_tokens([x], 1, sizes, each)() for each in (axis, exact))
+    )
     if world == 3:  # each rounds its part of the sum once more, and not what it keeps
         flats = [randn(2 * 3 * GROUP, seed=rank).bfloat16() for rank in range(world)]
         rounded = torch.stack([decompress(compress(each), len(each), torch.float32) for each in flats])

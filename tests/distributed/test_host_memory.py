@@ -36,7 +36,8 @@ from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
 from . import host_memory_on_a_cpu
 from .host_memory_on_a_cpu import Held, on_a_cpu, share_on
-from .test_peer_memory import Even, Replayed, count_parts, on_gpus
+from .peer_memory_on_a_cpu import Even
+from .test_peer_memory import Replayed, count_parts, on_gpus
 
 
 # Bytes that each of three ranks sends to each: none, less than a slot, some slots, and more than all slots hold.

@@ -1,4 +1,4 @@
-"""Messages by copies out of the other ranks' memory; on a CPU, a file that all ranks map stands in for it."""
+"""Messages by copies out of the other ranks' memory."""
 
 import contextlib
 import itertools
@@ -6,9 +6,8 @@ import math
 import tempfile
 import time
 import unittest
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,16 +19,19 @@ from torch._inductor.comm_analysis import NCCL_COLL, get_collective_type_from_ke
 from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed import peer_memory, peer_products
+from diffusers_rocm.distributed import choices, peer_memory
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.distributed.collectives import all_gather_int64, start_exchange
+from diffusers_rocm.distributed.choices import Busy
+from diffusers_rocm.distributed.collectives import all_gather_int64, start_exchange, start_gather_tokens
 from diffusers_rocm.distributed.graph_calls import call_of_a_graph, current_call
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.distributed.peer_memory import (
     can_fetch,
     exchange_by_copies,
     forget_places,
+    gather_by_copies,
     held_bytes,
+    lay_for_all,
     teach_compiler,
 )
 from diffusers_rocm.hooks import sequence_split, step_graph
@@ -39,73 +41,15 @@ from diffusers_rocm.models import modeling_utils
 from ..hooks.test_step_graph import Recorder, steps_of
 from ..models.testing_utils.common import BaseModelTesterConfig, randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
-from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..testing_utils import relative_l2, require_torch_accelerators, require_torch_multi_accelerator, run_ranks
-
-
-class Even(FluxTransformerTesterConfig):
-    """What two ranks or four share alike."""
-
-    def get_dummy_inputs(self, batch_size: int = 1) -> dict:
-        inputs = super().get_dummy_inputs(batch_size)
-        inputs["hidden_states"] = inputs["hidden_states"][:, :32]
-        inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :8]
-        return inputs | {"img_ids": inputs["img_ids"][:32], "txt_ids": inputs["txt_ids"][:8]}
-
-
-class MappedFiles:
-    """What torch's handle of symmetric memory answers, of a file of each rank of a group."""
-
-    def __init__(self, files: Iterable[Path], size: int, group: dist.ProcessGroup):
-        self.group = group
-        self.mapped = [torch.from_file(str(file), True, size, dtype=torch.uint8) for file in files]
-
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
-        count = torch.Size(sizes).numel()
-        return self.mapped[rank].view(dtype)[storage_offset : storage_offset + count].view(sizes)
-
-    def barrier(self, channel: int, timeout_ms: int) -> None:
-        assert timeout_ms > 0
-        dist.barrier(self.group)
-
-
-@contextlib.contextmanager
-def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
-    """Symmetric memory is files; copies come when they are waited for, so as late as they may, and `late` seconds."""
-    files: dict[int, int] = {}
-    numbers, times = itertools.count(), itertools.count()
-
-    def empty(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        number = next(numbers)
-        x = torch.from_file(str(Path(folder) / f"{dist.get_rank()}-{number}"), True, count, dtype=dtype)
-        files[x.data_ptr()] = number
-        return x
-
-    def rendezvous(x: Tensor, group: str) -> MappedFiles:
-        process_group = dist.distributed_c10d._resolve_process_group(group)
-        own = torch.tensor([next(times), files[x.data_ptr()]])
-        of_all = [torch.empty_like(own) for _ in range(process_group.size())]
-        dist.all_gather(of_all, own, group=process_group)
-        assert len({int(time) for time, _ in of_all}) == 1, "torch would wait for ever"
-        ranks = dist.get_process_group_ranks(process_group)
-        names = [Path(folder) / f"{rank}-{int(number)}" for rank, (_, number) in zip(ranks, of_all, strict=True)]
-        return MappedFiles(names, x.nbytes, process_group)
-
-    def copy_late(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Callable[[], None]:
-        return lambda: [time.sleep(late), *(into.copy_(x) for into, x in pairs)] and None
-
-    memory = mock.Mock(empty=empty, rendezvous=rendezvous)
-    copies = mock.patch.object(peer_products, "copy_beside", copy_late)
-    with copies, mock.patch.multiple(peer_memory, symmetric=memory, copy_beside=copy_late, _shared=0):
-        yield
-        forget_places()
+from .peer_memory_on_a_cpu import Even, MappedFiles, mapped_memory
 
 
 # Parts of the messages of a call, in their order, and how many are on their way before the first is waited for.
 PARTS, AT_ONCE = (5, 2, 5, 2, 2, 7, 5, 5), (1, 1, 1, 2, 3)
 
 
-def exchange_worker(folder: str) -> dict[str, Any]:
+def exchange_worker(folder: str, kind: str) -> dict[str, Any]:
     """Whether what comes by copies is what the process group brings, where one rank is late."""
     axis, seed, found = Axis.of_all(), 0, {}
 
@@ -114,9 +58,10 @@ def exchange_worker(folder: str) -> dict[str, Any]:
         nonlocal seed
         seed += 1
         sent = [randn(axis.size, part, seed=seed * axis.size + rank) for rank in range(axis.size)]
-        x, wanted = sent[axis.rank].flatten(), torch.cat([each[axis.rank] for each in sent])
+        wanted = torch.cat([(each if kind == "all_gather" else each[axis.rank]).flatten() for each in sent])
         time.sleep(0.02 * (axis.rank == seed % axis.size))
-        return torch.ops.diffusers_rocm.all_to_all_by_copies([x], 0, axis.size, axis.group.group_name, ""), wanted
+        by_copies = getattr(torch.ops.diffusers_rocm, f"{kind}_by_copies")
+        return by_copies([sent[axis.rank].flatten()], 0, axis.size, axis.group.group_name, ""), wanted
 
     def right(at_once: Sequence[int] = AT_ONCE) -> bool:
         parts, answers = iter(PARTS), []
@@ -128,7 +73,8 @@ def exchange_worker(folder: str) -> dict[str, Any]:
     def by_group(captured: bool) -> tuple[bool, int]:
         with call_of_a_graph(captured), torch.profiler.profile() as profile:
             answer, copied = right(), current_call().by_copies
-        count = [event.name for event in profile.events()].count("_c10d_functional::all_to_all_single")
+        by_group = {"all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor"}[kind]
+        count = [event.name for event in profile.events()].count(f"_c10d_functional::{by_group}")
         assert copied == (count < sum(AT_ONCE))
         return answer, count
 
@@ -202,6 +148,48 @@ def reach_worker(folder: str) -> list[tuple[bool, int]]:
     return answers
 
 
+@torch.no_grad()
+def long_worker(folder: str) -> list[bool]:
+    """Whether long messages are what they should be, of ranks of which one is late, beside others of the same group:
+    before there is room, in two captured calls, and in one for which they have become too long."""
+    axis, numbers, answers = Axis.of_all(), itertools.count(), []
+    name, lengths = axis.group.group_name, (4, 2, 3)
+
+    def gathers() -> bool:
+        x = randn(axis.size, 4, seed=next(numbers))
+        return torch.equal(gather_by_copies([x[axis.rank : axis.rank + 1]], 1, axis.size, axis.group), x)
+
+    def right(times: int) -> bool:
+        given = [[randn(2, times * length, 3, seed=next(numbers)) for length in lengths] for _ in range(2)]
+        wanted = [torch.cat(parts, 2).flatten() for parts in zip(*given, strict=True)]
+        laid = lay_for_all([of_all[axis.rank] for of_all in given], 2, max(map(len, wanted)), name)
+        if laid is None:
+            return not gathers()
+        message, fetch = laid
+        found = [torch.equal(message.flatten(), wanted[axis.rank])]
+        for step in range(1, axis.size):
+            peer = (axis.rank - step) % axis.size
+            time.sleep(0.02 * (axis.rank == next(numbers) % axis.size))
+            arrive = fetch(peer, len(wanted[peer]))
+            found.append(step == 1 or gathers())
+            found.append(torch.equal(arrive(), wanted[peer]))
+        return all(found)
+
+    barrier = MappedFiles.barrier
+
+    def barrier_left_late(memory: MappedFiles, **how: int) -> None:
+        barrier(memory, **how)
+        time.sleep(0.02 * (axis.rank == next(numbers) % axis.size))
+
+    with mapped_memory(folder), mock.patch.object(MappedFiles, "barrier", barrier_left_late):
+        for captured, times in ((False, 1), (True, 1), (True, 1), (True, 2)):
+            with call_of_a_graph(captured):
+                answers.append([right(times) for _ in range(3)])
+                assert current_call().by_copies == captured
+        answers.append([lay_for_all([torch.zeros(1)], 0, 1, name) is not None])
+    return answers
+
+
 def ways_worker(folder: str) -> dict[str, tuple[bool, int]]:
     """Whether what is exchanged is what comes by the process group, and how many messages are fetched by copies."""
     plain, found = Axis.of_all(), {}
@@ -229,28 +217,53 @@ def ways_worker(folder: str) -> dict[str, tuple[bool, int]]:
     return found
 
 
+def gathers_worker(folder: str) -> dict[str, tuple[bool, int]]:
+    """The same of what is gathered."""
+    plain, found = Axis.of_all(), {}
+    reached = replace(plain, peer_memory=True)
+    x = randn(3, 2, 6, seed=plain.rank)
+    trained = randn(3, 2, 6, seed=plain.rank).requires_grad_()
+    ways = {
+        "equal": ([x, 2 * x], (3, 3), {}),
+        "of other sizes": ([x[: 2 + plain.rank], x[: 2 + plain.rank]], (2, 3), {}),
+        "in 8 bits": ([x, x], (3, 3), {"communication": "int8"}),
+        "trained": ([trained, x], (3, 3), {}),
+    }
+    with mapped_memory(folder):
+        for name, (parts, sizes, how) in ways.items():
+            wanted = start_gather_tokens(parts, 2, sizes, replace(plain, **how))()
+            for captured in (False, True):
+                with call_of_a_graph(captured), torch.profiler.profile() as profile:
+                    answer = start_gather_tokens(parts, 2, sizes, replace(reached, **how))()
+            fetched = [event.name for event in profile.events()].count("diffusers_rocm::fetch_all_gather")
+            found[name] = torch.equal(answer, wanted) and answer.requires_grad == wanted.requires_grad, fetched
+    return found
+
+
 SIDE = 12
 
 
 @torch.no_grad()
 def compiled_worker(folder: str) -> list[float]:
-    """Errors of calls of compiled code: of two messages that do not need each other, and of a product as large as a
+    """Errors of calls of compiled code: of three messages that do not need each other, and of a product as large as a
     message, for which the compiler wants memory; the first rank fetches late."""
     axis = Axis.of_all()
     teach_compiler()
 
-    def two_messages(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def messages(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first = exchange_by_copies([2 * x[:, :1], x[:, 1:], x.sin()], 1, axis.size, axis.group)
         product = first.view(SIDE, SIDE) @ weight
         second = exchange_by_copies([x + 1, x.cos()], 1, axis.size, axis.group)
-        return product @ weight, second
+        third = gather_by_copies([x - 1, x.exp()], 2, axis.size, axis.group)
+        return product @ weight, second, third
 
-    def wanted(given: list[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
+    def wanted(given: list[Tensor], weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         first = torch.cat([torch.cat([2 * x[:, :1], x[:, 1:], x.sin()], 1)[axis.rank].flatten() for x in given])
         second = torch.cat([torch.cat([x + 1, x.cos()], 1)[axis.rank].flatten() for x in given])
-        return first.view(SIDE, SIDE) @ weight @ weight, second
+        third = torch.cat([torch.cat([x - 1, x.exp()], 2) for x in given])
+        return first.view(SIDE, SIDE) @ weight @ weight, second, third
 
-    compiled, found = torch.compile(two_messages, fullgraph=True, options=HIDE_MESSAGES), []
+    compiled, found = torch.compile(messages, fullgraph=True, options=HIDE_MESSAGES), []
     with mapped_memory(folder, late=0.05 * (axis.rank == 0)):
         for step in range(WARM_UP + 3):
             shape = axis.size, SIDE // 2, SIDE // axis.size
@@ -262,7 +275,13 @@ def compiled_worker(folder: str) -> list[float]:
     return found
 
 
-BY_COPIES = "diffusers_rocm::all_to_all_by_copies"
+# Each mesh of two ranks, whether a ring of it hops, and of messages the kinds that are fetched as one, the functional
+# ones of the process group, those that are not made where they are fetched, and a ring's hops by the group.
+MESHES = {
+    "ulysses": ("fetch_all_to_all", "all_to_all_single", "all_to_all_by_copies"),
+    "ring": ("fetch_all_gather", "all_gather_into_tensor", "all_gather_by_copies"),
+    "ring that hops": ("fetch_all_gather", "alltoall_base_", "all_gather_by_copies"),
+}
 
 
 class Replayed(Recorder):
@@ -277,10 +296,9 @@ class Replayed(Recorder):
 
 
 @torch.no_grad()
-def flux_worker(folder: str, how: str) -> tuple[float, list[list[int]], bool]:
-    """FLUX before it is a graph, as one, over ranks that reach each other's memory, and after. The largest error; of a
-    call of each the messages that are fetched, the functional ones of the process group, and those that are not made
-    where they are fetched; and whether a warning said that it was compiled too early."""
+def flux_worker(folder: str, mesh: str, how: str) -> tuple[float, list[list[int]], bool]:
+    """FLUX before it is a graph, as one, over ranks that reach each other's memory, and after. The largest error; how
+    many messages of each kind a call of each has; and whether a warning said that it was compiled too early."""
     config = Even()
     model, (first, *steps) = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 3)
     wanted = [config.get_output(model, each) for each in (first, *steps, first)]
@@ -291,20 +309,21 @@ def flux_worker(folder: str, how: str) -> tuple[float, list[list[int]], bool]:
         config.get_output(model, step)  # it may be compiled
         with torch.profiler.profile() as profile:
             outputs.append(config.get_output(model, step))
-        names = [event.name for event in profile.events()]
-        kinds = "diffusers_rocm::fetch_all_to_all", "_c10d_functional::all_to_all_single", BY_COPIES
-        found.append([names.count(kind) for kind in kinds])
+        names = [event.name.split("::")[-1] for event in profile.events()]
+        found.append([names.count(kind) for kind in MESHES[mesh]])
 
     fast = mock.patch.object(modeling_utils, "links_are_slow", lambda _: False)
     reached = mock.patch.object(sequence_split, "reaches_memory", lambda _: True)
-    with fast, reached, mapped_memory(folder), mock.patch.object(step_graph, "record", Replayed()):
-        model.enable_parallelism(config=ParallelConfig(ulysses=dist.get_world_size()))
+    busy = mock.patch.object(choices, "OF_CPU", Busy(1 << 15, 1 << 40) if mesh == "ring" else choices.OF_CPU)
+    with fast, reached, busy, mapped_memory(folder), mock.patch.object(step_graph, "record", Replayed()):
+        model.enable_parallelism(config=ParallelConfig(**{mesh.split()[0]: dist.get_world_size()}))
         if how == "compiled before":
             model.compile_repeated_blocks(fullgraph=True)
         profiled(first)
         with mock.patch.object(step_graph.logger, "warning") as warning:
             graph = StepGraph(model)
         if how == "compiled":
+            torch._dynamo.reset()  # of other tests, which know another `choices.OF_CPU`
             model.compile_repeated_blocks(fullgraph=True)
         outputs += [config.get_output(model, each) for each in steps[:-1]]
         profiled(steps[-1])
@@ -343,23 +362,36 @@ def gpu_worker(
     compiled: bool,
     config_class: type[BaseModelTesterConfig] = Even,
     sizes: tuple[int, ...] | None = None,
+    hops: bool = False,
 ) -> tuple[float, dict[str, int], int]:
-    """The error of a model as a graph, what its replay launches, and bytes held."""
+    """The error of a model as a graph, what its replay launches, and bytes held; a ring of any length may hop."""
     config = config_class()
     config.sizes = sizes
-    error, names = on_gpus(config, compiled, **degrees)
+    busy = mock.patch.object(Busy, "of_gpu", lambda _: choices.OF_CPU) if hops else contextlib.nullcontext()
+    with busy:
+        error, names = on_gpus(config, compiled, **degrees)
     return error, count_parts(names, "Memcpy PtoP", "barrier_kernel", "SendRecv", "AllReduce"), held_bytes()
 
 
-# Meshes of four GPUs, and the copies of a step: eight messages, each from all others of the Ulysses axis.
-FOUR = ({"ulysses": 4}, 24), ({"tp": 2, "ulysses": 2}, 8), ({"ring": 2, "ulysses": 2}, 8)
+# Meshes of two GPUs and of four, whether a ring hops, and of a step the copies, each message from all others of its
+# axis, and how often ranks meet: for each message and once before, or twice for one that hops; tokens in slices (`tp`)
+# have eight gathers and eight sums.
+TWO = ({"ulysses": 2}, False, 8, 9), ({"ring": 2}, False, 4, 5), ({"ring": 2}, True, 4, 8)
+FOUR = (
+    ({"ulysses": 4}, False, 24, 9),
+    ({"ring": 4}, False, 12, 5),
+    ({"ring": 4}, True, 12, 8),
+    ({"tp": 2, "ulysses": 2}, False, 8, 26),
+    ({"ring": 2, "ulysses": 2}, False, 12, 14),
+)
 
 
 class TestPeerMemory(unittest.TestCase):
-    def test_exchange(self):
+    @parameterized.expand([("all_to_all",), ("all_gather",)])
+    def test_exchange(self, kind):
         count, size = len(PARTS), 4 * 3
         with tempfile.TemporaryDirectory() as folder:
-            for found in run_ranks(3, exchange_worker, folder):
+            for found in run_ranks(3, exchange_worker, folder, kind):
                 self.assertEqual(
                     found,
                     {
@@ -379,9 +411,18 @@ class TestPeerMemory(unittest.TestCase):
                     },
                 )
 
-    def test_what_goes_by_copies(self):
+    def test_long_messages(self):
         with tempfile.TemporaryDirectory() as folder:
-            for found in run_ranks(2, ways_worker, folder):
+            for before, *captured, too_long, outside in run_ranks(3, long_worker, folder):
+                self.assertEqual(before, [False] * 3)
+                self.assertEqual(captured, [[True] * 3] * 2)
+                self.assertEqual(too_long, [False] * 3)
+                self.assertEqual(outside, [False])
+
+    @parameterized.expand([(ways_worker,), (gathers_worker,)])
+    def test_what_goes_by_copies(self, worker):
+        with tempfile.TemporaryDirectory() as folder:
+            for found in run_ranks(2, worker, folder):
                 self.assertEqual(found.pop("equal"), (True, 1))
                 self.assertEqual(set(found.values()), {(True, 0)}, found)
 
@@ -392,7 +433,7 @@ class TestPeerMemory(unittest.TestCase):
 
     def test_room(self):
         """A place takes a message of its size, and no larger one."""
-        places = [peer_memory._Place(torch.empty(size, dtype=torch.uint8), None) for size in (64, 32)]
+        places = {index: peer_memory._Place(torch.empty(64 >> index, dtype=torch.uint8), None) for index in range(2)}
         with mock.patch.dict(peer_memory._places, {"group": places}):
             rooms = [peer_memory._room(size, 0, "group") for size in (64, 65)]
         assert rooms == [places[0], None], rooms
@@ -404,39 +445,43 @@ class TestPeerMemory(unittest.TestCase):
 
     def test_how_long_it_takes_is_known(self):
         """On GPUs alone the compiler asks."""
-        name = str(torch.ops.diffusers_rocm.fetch_all_to_all.default)
-        self.assertEqual(get_collective_type_from_kernel_name(name), NCCL_COLL.ALL_TO_ALL)
+        for kind in (NCCL_COLL.ALL_TO_ALL, NCCL_COLL.ALL_GATHER):
+            name = str(getattr(torch.ops.diffusers_rocm, f"fetch_{kind.name.lower()}").default)
+            self.assertEqual(get_collective_type_from_kernel_name(name), kind)
 
     @parameterized.expand(
         [
-            ("eager", [[0, 0, 0], [8, 0, 8], [0, 0, 0]]),  # two of each block
-            ("compiled", [[0, 0, 0], [8, 0, 0], [0, 8, 0]]),
-            ("compiled before", [[0, 8, 0], [8, 0, 0], [0, 8, 0]]),
+            ("ulysses", "eager", [[0, 0, 0], [8, 0, 8], [0, 0, 0]]),  # two of each block
+            ("ulysses", "compiled", [[0, 0, 0], [8, 0, 0], [0, 8, 0]]),
+            ("ulysses", "compiled before", [[0, 8, 0], [8, 0, 0], [0, 8, 0]]),
+            ("ring", "eager", [[0, 0, 0], [4, 0, 4], [0, 0, 0]]),
+            ("ring", "compiled", [[0, 0, 0], [4, 0, 0], [0, 4, 0]]),
+            ("ring that hops", "eager", [[0, 4, 0], [0, 0, 0], [0, 4, 0]]),
+            ("ring that hops", "compiled", [[0, 4, 0], [0, 0, 0], [0, 4, 0]]),
         ]
     )
-    def test_flux(self, how, wanted):
+    def test_flux(self, mesh, how, wanted):
         with tempfile.TemporaryDirectory() as folder:
-            for rank, (error, messages, warned) in enumerate(run_ranks(2, flux_worker, folder, how)):
+            for rank, (error, messages, warned) in enumerate(run_ranks(2, flux_worker, folder, mesh, how)):
                 self.assertLessEqual(error, FLOAT32_BAR)
                 self.assertEqual(messages, wanted)
                 self.assertEqual(warned, how == "compiled before" and rank == 0)
 
-    @parameterized.expand([(False,), (True,)])
+    @parameterized.expand([(*each, compiled) for each in TWO for compiled in (False, True)])
     @require_torch_multi_accelerator
-    def test_gpus(self, compiled):
-        self.check_gpus({"ulysses": 2}, 8, compiled)
+    def test_gpus(self, *case):
+        self.check_gpus(*case)
 
-    @parameterized.expand([(*mesh, compiled) for mesh in FOUR for compiled in (False, True)])
+    @parameterized.expand([(*each, compiled) for each in FOUR for compiled in (False, True)])
     @require_torch_accelerators(4)
-    def test_four_gpus(self, degrees, copies, compiled):
-        self.check_gpus(degrees, copies, compiled)
+    def test_four_gpus(self, *case):
+        self.check_gpus(*case)
 
-    def check_gpus(self, degrees: dict[str, int], copies: int, compiled: bool) -> None:
-        for error, found, held in run_ranks(math.prod(degrees.values()), gpu_worker, degrees, compiled, device="cuda"):
+    def check_gpus(self, degrees: dict[str, int], hops: bool, copies: int, meetings: int, compiled: bool) -> None:
+        how = degrees, compiled, Even, None, hops
+        for error, found, held in run_ranks(math.prod(degrees.values()), gpu_worker, *how, device="cuda"):
             self.assertLessEqual(error, FLOAT32_BAR)
             self.assertEqual(found["Memcpy PtoP"], copies, found)
-            # Tokens in slices (`tp`) meet for eight gathers and eight sums, and once before these.
-            self.assertEqual(found["barrier_kernel"], 9 + 17 * ("tp" in degrees), found)
-            if "ring" not in degrees:  # what a ring gathers goes as NCCL likes
-                self.assertEqual(found["SendRecv"], 0, found)
+            self.assertEqual(found["barrier_kernel"], meetings, found)
+            self.assertEqual(found["SendRecv"], 0, found)
             self.assertGreater(held, 0)

@@ -31,7 +31,8 @@ from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
 from diffusers_rocm.models import modeling_utils
 
 from ..distributed import test_peer_memory
-from ..distributed.test_peer_memory import Even, Replayed, mapped_memory
+from ..distributed.peer_memory_on_a_cpu import Even, mapped_memory
+from ..distributed.test_peer_memory import Replayed
 from ..models.testing_utils.common import BaseModelTesterConfig, randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_bria import BriaTransformerTesterConfig
