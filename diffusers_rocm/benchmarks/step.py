@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -79,8 +79,8 @@ def parse_mesh(text: str) -> dict[str, Any]:
     """`"ring=2,tp=2,int8"` as arguments of `ParallelConfig`.
 
     Raises:
-        ValueError: neither an axis with its degree, nor a way of sending, nor a way round the ring; an axis twice; a
-            way round a ring that is not there.
+        ValueError: neither an axis with its degree, nor a way of sending, nor a way round the ring; `dp`, which has
+            nothing to measure; an axis twice; a way round a ring that is not there.
     """
     found: dict[str, Any] = {}
     words = [word.strip() for word in text.split(",")]
@@ -405,6 +405,11 @@ def _enable_cache_dit(model: ModelMixin, degrees: Mapping[str, int], besides: Ma
     # The only backend that its ring takes.
     config = cache_dit.ParallelismConfig(**used, **besides, attention_backend="native")
     cache_dit.enable_cache(model, parallelism_config=config)
+
+
+def each_mesh(given: Sequence[str]) -> tuple[str, ...]:
+    """Those of a command line, each once, without spaces."""
+    return tuple(dict.fromkeys("".join(mesh.split()) for mesh in given))
 
 
 def check_meshes(meshes: tuple[str, ...]) -> int:

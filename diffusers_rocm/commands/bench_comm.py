@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ..benchmarks.comm import IN_A_ROW, comm_table, measure_comm
 from ..benchmarks.report import Bar, header
-from ..benchmarks.step import StepRequest, check_meshes
+from ..benchmarks.step import StepRequest, check_meshes, each_mesh
 from ..distributed import is_first_rank
 from ..distributed.root_cause import record, unsuccessful
 from . import bench_step, env
@@ -21,10 +21,11 @@ def add_parser(subparsers) -> None:
 
 def check(args: argparse.Namespace) -> StepRequest:
     """Raises ValueError."""
-    if check_meshes(tuple(args.mesh)) == 1:
-        raise ValueError(f"--mesh {args.mesh[0]}: one rank sends nothing")
+    meshes = each_mesh(args.mesh)
+    if check_meshes(meshes) == 1:
+        raise ValueError(f"--mesh {meshes[0]}: one rank sends nothing")
     check_nodes(args)
-    return bench_step.check_request(args, args.mesh)
+    return bench_step.check_request(args, meshes)
 
 
 @record

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..benchmarks.report import Bar, where
-from ..benchmarks.step import check_meshes, parse_mesh
+from ..benchmarks.step import check_meshes, each_mesh, parse_mesh
 from ..benchmarks.whole_run import Run, measure_runs, runs_table
 from ..distributed import is_first_rank
 from ..distributed.mesh import AXES
@@ -44,7 +44,7 @@ def check(args: argparse.Namespace) -> RunsRequest:
         raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     check_output(args)
-    meshes = tuple(dict.fromkeys("".join(mesh.split()) for mesh in args.mesh))
+    meshes = each_mesh(args.mesh)
     world = check_meshes(meshes)
     for mesh in meshes:
         found = parse_mesh(mesh)

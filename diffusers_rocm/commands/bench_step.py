@@ -16,7 +16,7 @@ from diffusers import ModelMixin
 
 from ..benchmarks.known_models import KNOWN_MODELS, made
 from ..benchmarks.report import bars, header, how, rows_json, table
-from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, measure_step, parse_mesh
+from ..benchmarks.step import MODES, ONE, PEERS, Row, StepRequest, check_meshes, each_mesh, measure_step, parse_mesh
 from ..distributed import is_first_rank
 from ..distributed.collectives import COMPRESSED_FROM
 from ..distributed.launching import under_torchrun
@@ -83,7 +83,7 @@ def add_parser(subparsers) -> None:
 def check(args: argparse.Namespace) -> StepRequest:
     """Raises ValueError."""
     check_nodes(args)
-    request = check_request(args, args.mesh or _all_gpus(args))
+    request = check_request(args, each_mesh(args.mesh or _all_gpus(args)))
     for name in ("warmup", "rounds"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
@@ -113,7 +113,7 @@ def check(args: argparse.Namespace) -> StepRequest:
     )
 
 
-def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
+def check_request(args: argparse.Namespace, meshes: tuple[str, ...]) -> StepRequest:
     """What `bench step` and `bench comm` share. Raises ValueError."""
     for name in ("resolution", "frames", "text", "repeats"):
         value = getattr(args, name)
@@ -128,8 +128,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     size = known.sized(args.resolution, args.frames, args.text)
     config |= map(setting, args.config)
     dtype = args.dtype or ("bfloat16" if on_gpus(args) else "float32")
-    meshes = list(dict.fromkeys("".join(mesh.split()) for mesh in meshes))
-    world = check_meshes(tuple(meshes))
+    world = check_meshes(meshes)
     _check_memory(made(known, config), getattr(torch, dtype), world, on_gpus(args))
     if under_torchrun() and world != int(os.environ["WORLD_SIZE"]):
         raise ValueError(f"--mesh {meshes[0]} is of {world} rank(s), and torchrun started another number")
@@ -138,7 +137,7 @@ def check_request(args: argparse.Namespace, meshes: list[str]) -> StepRequest:
     check_output(args)
     return StepRequest(
         model=model,
-        meshes=tuple(meshes),
+        meshes=meshes,
         size=size,
         config=config,
         dtype=dtype,
