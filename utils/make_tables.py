@@ -241,7 +241,8 @@ def kernels(*names: str) -> str:
         for row in run["rows"]:
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
             cells = [row["ms"], *computed, row["ms"] - sum(computed)]
-            cells += [row["messages"], abs(row.get("waiting", 0.0)), abs(row["hidden"])]  # 0.0, not -0.0
+            cells += [row["messages"], row.get("waiting", 0.0), row["hidden"]]
+            cells = [max(0.0, each) for each in cells]  # what rounding makes negative
             lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
         ran.append(source(run["command"], run["versions"], name))
     return "\n".join([*lines, "", *ran])
@@ -436,6 +437,9 @@ TABLES = {
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
     "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
+    "kernels_graphs": lambda: kernels("kernels_graphs_4xh200"),
+    "kernels_65k": lambda: kernels("kernels_65k_4xh200"),
+    "alone_65k": lambda: alone("alone_flux_65k_1xh200"),
     "kernels_wait": lambda: kernels("kernels_wait_at_once_4xh200", "kernels_wait_late_4xh200"),
     "kernels_wait_p2p_off": lambda: kernels("kernels_wait_at_once_4xh200_p2p_off", "kernels_wait_late_4xh200_p2p_off"),
     "kernels_wait_2xh100": lambda: kernels("kernels_wait_at_once_2xh100", "kernels_wait_late_2xh100"),
