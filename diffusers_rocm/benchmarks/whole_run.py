@@ -36,7 +36,7 @@ class Run:
     """What one mesh takes.
 
     Attributes:
-        times: seconds of each stage, in each repeat; of loading, which is not repeated, once.
+        times: seconds of each stage, in each repeat; of loading, which is not repeated, in each round.
         peak: bytes of the device of the rank with the most, by stage; 0 on a CPU.
         forward: distance of the first forward's prediction from that of one rank, relative L2; None where one rank has
             none.
@@ -68,30 +68,40 @@ class Run:
 
 
 def measure_runs(
-    request: GenerationRequest, meshes: Sequence[str], repeats: int, told: Callable[[Run], None] = lambda run: None
+    request: GenerationRequest,
+    meshes: Sequence[str],
+    repeats: int,
+    rounds: int = 1,
+    told: Callable[[Run], None] = lambda run: None,
 ) -> list[Run]:
     """Make the first prompt's picture by each mesh, after one rank; every rank calls it.
 
     One rank: the others are replicas that have nothing to do.
+
+    Args:
+        repeats: pictures timed in a row; `rounds`: how often all meshes are gone through, each time from another one
+            on. What is wrong in one is not tried again.
+        told: hears of each mesh when a round of it is over.
     """
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
-    world, wanted, runs = Axis.of_all(), None, []
+    world, wanted, runs = Axis.of_all(), None, [Run(mesh) for mesh in (ONE, *meshes)]
     dtype = _dtype(request, device)
-    for mesh in (ONE, *meshes):
-        degrees = {"dp": world.size} if mesh == ONE else parse_mesh(mesh)
-        run, made = Run(mesh), _Made()
-        with noted(run, world):
-            _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
-        if mesh == ONE and not run.note:
-            wanted = made
-        if wanted is not None and not run.note:
-            rounds = "communication" in degrees or request.communication != EXACT
-            lossy = rounds or request.quantization is not None
-            _compare(
-                run, made, wanted, bar_of(made.blocks, getattr(torch, dtype), lossy), "bfloat16" if lossy else dtype
-            )
-        runs.append(run)
-        told(run)
+    for turn in range(rounds):
+        start = turn * len(runs) // rounds
+        for run in runs[start:] + runs[:start]:
+            if run.note:
+                continue
+            degrees, made = {"dp": world.size} if run.mesh == ONE else parse_mesh(run.mesh), _Made()
+            with noted(run, world):
+                _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
+            if run.mesh == ONE and turn == 0 and not run.note:
+                wanted = made
+            if wanted is not None and not run.note:
+                lossy = "communication" in degrees or request.communication != EXACT
+                lossy = lossy or request.quantization is not None
+                bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
+                _compare(run, made, wanted, bar, "bfloat16" if lossy else dtype)
+            told(run)
     return runs
 
 
@@ -101,7 +111,8 @@ def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, dtype: str) -
     if world.rank == 0:
         distances[0] = min(_nearest(made.predictions[0], each) for each in wanted.predictions)
         distances[1] = _nearest(made.picture, wanted.picture)
-    run.forward, run.distance = broadcast_from_first(distances, world).tolist()
+    forward, picture = broadcast_from_first(distances, world).tolist()
+    run.forward, run.distance = max(forward, run.forward or 0.0), max(picture, run.distance or 0.0)
     if not (run.forward <= bar and run.distance <= BARS[dtype]):
         run.note = f"wrong: the first forward is {run.forward:.1e} from {ONE}, the picture {run.distance:.1e}"
 
@@ -146,14 +157,13 @@ def _measure(request: GenerationRequest, repeats: int, device: torch.device, run
     pipe, axes = load(request, device)
     pipe.set_progress_bar_config(disable=True)
     stages.end()
-    run.times["load"] = [stages.seconds["load"]]
+    run.times.setdefault("load", []).append(stages.seconds["load"])
     stages.watch(pipe)
     denoisers = denoisers_of(pipe)
     made.blocks = count_blocks(denoisers[0])
     for denoiser in denoisers:
         denoiser.register_forward_hook(made.hear)
     decodes = request.vae != "first-rank" or axes.replica.rank == 0
-    run.times |= {stage: [] for stage in STAGES[1:]}
     for turn in range(repeats + 1):
         stages.seconds.clear()
         stages.begin("encode")
@@ -165,8 +175,8 @@ def _measure(request: GenerationRequest, repeats: int, device: torch.device, run
         )
         stages.end()
         for stage in STAGES[1:] if turn else ():  # the first one warms up
-            run.times[stage].append(stages.seconds.get(stage, 0.0))
-    run.peak = {stage: stages.peaks.get(stage, (0, 0))[0] for stage in STAGES}
+            run.times.setdefault(stage, []).append(stages.seconds.get(stage, 0.0))
+    run.peak = {stage: max(run.peak.get(stage, 0), stages.peaks.get(stage, (0, 0))[0]) for stage in STAGES}
     made.picture = torch.as_tensor(result.images if hasattr(result, "images") else result.frames).float().cpu()
     for denoiser in {id(x): x for x in pipe.components.values() if hasattr(x, "parallelism")}.values():
         denoiser.disable_parallelism()

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class RunsRequest:
     picture: GenerationRequest
     meshes: tuple[str, ...]
     repeats: int
+    rounds: int
 
 
 def add_parser(subparsers) -> None:
@@ -32,6 +34,7 @@ def add_parser(subparsers) -> None:
     meshes = {"nargs": "+", "action": "extend", "required": True}
     parser.add_argument("--mesh", help="tp=2 ulysses=2 ..., in place of --tp, --ulysses", **meshes)
     parser.add_argument("--repeats", type=int, default=3, help="pictures that are timed, after one that is not")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all meshes are gone through, and loaded")
     add_output_arguments(parser)
 
 
@@ -40,8 +43,9 @@ def check(args: argparse.Namespace) -> RunsRequest:
     check_nodes(args)
     if any(getattr(args, name) != 1 for name in AXES):
         raise ValueError("bench generate takes its meshes from --mesh: --mesh tp=2, say")
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
+    for name in ("repeats", "rounds"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     check_output(args)
     meshes = each_mesh(args.mesh)
@@ -56,24 +60,24 @@ def check(args: argparse.Namespace) -> RunsRequest:
     args.dp = world
     request = generate.check_request(args)
     generate.check_one_picture(request, "bench generate")
-    return RunsRequest(request, meshes, args.repeats)
+    return RunsRequest(request, meshes, args.repeats, args.rounds)
 
 
 @record
 def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
-    environment, picture, so_far = functools.cache(env.collect), request.picture, []
+    environment, picture, so_far = functools.cache(env.collect), request.picture, {}
 
-    def measured(runs: list[Run]) -> dict[str, Any]:
+    def measured(runs: Iterable[Run]) -> dict[str, Any]:
         return {"request": asdict(picture), "environment": environment(), "rows": [run.as_json() for run in runs]}
 
     def told(run: Run) -> None:
         if is_first_rank():
             said = run.note or f"{run.picture:.3f} s a picture"
             print(f"{run.mesh}: {said}", file=sys.stderr, flush=True)
-            so_far.append(run)
-            write(args, argv, measured(so_far))
+            so_far.update({run.mesh: run})
+            write(args, argv, measured(so_far.values()))
 
-    runs = measure_runs(picture, request.meshes, request.repeats, told)
+    runs = measure_runs(picture, request.meshes, request.repeats, request.rounds, told)
     if not is_first_rank():
         return 0
     world = check_meshes(request.meshes)
@@ -83,7 +87,7 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
         [
             f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
             where(environment(), world, picture.device),
-            f"seconds: median of {request.repeats}, one mesh after the other",
+            f"seconds: median of {request.repeats} in each of {request.rounds} round(s)",
         ]
     )
     bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.note]

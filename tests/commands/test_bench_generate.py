@@ -69,6 +69,21 @@ def broken_worker(where: str, dtype: str) -> tuple[list[Run], str]:
     return runs, runs_table(runs)
 
 
+def rounds_worker() -> tuple[list[str], list[Run]]:
+    """Of which meshes it is told, in their order, where the second is wrong from the second picture on."""
+
+    def upside_down_later(request, repeats, device, run, made):
+        again = bool(run.times)
+        measure(request, repeats, device, run, made)
+        if again and run.mesh == "ring=2":
+            made.picture = made.picture.flip(1)
+
+    measure, order = whole_run._measure, []
+    with mock.patch.object(whole_run, "_measure", upside_down_later):
+        runs = measure_runs(REQUEST, ("tp=2", "ring=2"), 2, 3, lambda run: order.append(run.mesh))
+    return order, runs
+
+
 class TestBenchGenerate(unittest.TestCase):
     def test_runs(self):
         for runs in run_ranks(2, worker):
@@ -81,6 +96,16 @@ class TestBenchGenerate(unittest.TestCase):
         """Which one rank, that sends nothing, is not."""
         for one, ulysses in run_ranks(2, rounded_worker):
             assert one.note == ulysses.note == "" and ulysses.forward > 1e-3, ulysses
+
+    def test_rounds(self):
+        for order, runs in run_ranks(2, rounds_worker):
+            assert order == [ONE, "tp=2", "ring=2", "tp=2", "ring=2", ONE, ONE, "tp=2"], order
+            assert [bool(run.note) for run in runs] == [False, False, True], runs
+            for run in runs[:2]:
+                assert {name: len(times) for name, times in run.times.items()} == dict.fromkeys(STAGES, 6) | {
+                    "load": 3
+                }
+                assert len(run.pictures) == 6 and run.distance <= 1e-5, run
 
     def test_another_picture(self):
         for one, tp in run_ranks(2, other_picture_worker):
@@ -106,7 +131,9 @@ class TestBenchGenerate(unittest.TestCase):
             output, file = StringIO(), Path(folder, "made", "runs.json")
             with redirect_stdout(output), redirect_stderr(StringIO()):
                 meshes = ["--mesh", "tp=1", " tp=1", "--mesh", "ring=1"]
-                code = commands.main(["bench", "generate", *meshes, "--repeats", "2", "--json", str(file)])
+                code = commands.main(
+                    ["bench", "generate", *meshes, "--repeats", "2", "--rounds", "1", "--json", str(file)]
+                )
             rows = json.loads(file.read_text())["rows"]
         assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1", "ring=1"]
         for row in rows:
@@ -116,7 +143,7 @@ class TestBenchGenerate(unittest.TestCase):
         assert (
             what.startswith("tiny-flux-shapes, ")
             and "on CPU" in where
-            and how == "seconds: median of 2, one mesh after the other"
+            and how == "seconds: median of 2 in each of 1 round(s)"
         )
         words = [*STAGES, "picture", "(least", "to", "most)", "L2:", "forward", "picture"]
         assert head.split() == ["seconds", *words] and re.search(r"\(\S+ to \S+\) +1.00x", one), output.getvalue()
@@ -127,6 +154,7 @@ class TestBenchGenerate(unittest.TestCase):
             ("ranks", ["--mesh", "tp=2", "ring=3"], "tp=2 is of 2, ring=3 is of 3"),
             ("heads", ["--mesh", "tp=64"], "64"),
             ("repeats", ["--mesh", "tp=1", "--repeats", "0"], "--repeats must be at least 1"),
+            ("rounds", ["--mesh", "tp=1", "--rounds", "0"], "--rounds must be at least 1"),
             ("prompts", ["--mesh", "tp=1", "--prompt", "a", "--prompt", "b"], "makes one picture"),
             ("count", ["--mesh", "tp=1", "--num-images-per-prompt", "4"], "makes one picture, and 4 are asked for"),
         ]
