@@ -1,6 +1,5 @@
 """A whole picture or video, from its prompt, by mesh: the seconds of each stage, and what comes out."""
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed import init
 from ..distributed.axis import Axis
-from ..distributed.collectives import broadcast_from_first
+from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.compression import EXACT
 from ..distributed.mesh import AXES
 from ..pipelines.denoisers import denoisers_of
@@ -22,7 +21,7 @@ from ..pipelines.generation import GenerationRequest, call_arguments, load
 from ..pipelines.peaks import StagePeaks
 from .distance import bar_of, distance
 from .known_models import count_blocks
-from .step import ONE, noted, parse_mesh
+from .step import ONE, free, noted, parse_mesh
 
 
 STAGES = ("load", "encode", "denoise", "decode")
@@ -94,6 +93,9 @@ def measure_runs(
             degrees, made = {"dp": world.size} if run.mesh == ONE else parse_mesh(run.mesh), _Made()
             with noted(run, world):
                 _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
+            if not run.note:
+                peaks = all_gather_int64(torch.tensor([run.peak[stage] for stage in STAGES]), world).amax(0)
+                run.peak = dict(zip(STAGES, peaks.tolist(), strict=True))
             if run.mesh == ONE and turn == 0 and not run.note:
                 wanted = made
             if wanted is not None and not run.note:
@@ -150,9 +152,7 @@ def _nearest(x: Tensor, wanted: Tensor) -> float:
 
 def _measure(request: GenerationRequest, repeats: int, device: torch.device, run: Run, made: _Made) -> None:
     stages = StagePeaks(device)
-    gc.collect()  # the pipeline of the mesh before refers to itself through its hooks
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    free(device)
     stages.begin("load")
     pipe, axes = load(request, device)
     pipe.set_progress_bar_config(disable=True)

@@ -40,18 +40,11 @@ def begins_early(axis: Axis) -> bool:
 def goes_by_copies(axis: Axis) -> bool:
     """Whether messages are fetched out of the other ranks' memory in graphs, if that is reached, and never if not.
 
-    Without a graph each copy costs the host a launch. 8 bits, which save nothing over fast links, go by the group all
-    the same, and so does what a ring gathers some heads at a time.
+    Without a graph each copy costs the host a launch. 8 bits save nothing over fast links, and were not tried so. What
+    is not as long on all ranks goes by the group, but for a ring's hops, and so does what a ring gathers some heads at
+    a time.
     """
-    return not axis.slow_links
-
-
-def slices_go_by_copies(axis: Axis) -> bool:
-    """The same of tokens in slices, which pay by copies alone: of 8 bits, which save nothing there, it was not tried.
-
-    Through the host's memory they always go, if that works.
-    """
-    return goes_by_copies(axis) and axis.communication == EXACT
+    return not axis.slow_links and axis.communication == EXACT
 
 
 def goes_through_host(axis: Axis) -> bool:

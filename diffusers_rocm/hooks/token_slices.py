@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.axis import Axis
-from ..distributed.choices import slices_go_by_copies
+from ..distributed.choices import goes_by_copies
 from ..distributed.collectives import all_gather, on_all_ranks
 from ..distributed.host_memory import carries
 from ..distributed.links import reaches_memory
@@ -73,7 +73,7 @@ class TokenSlices:
         """Have tokens in slices, where ranks reach each other's memory over fast links, or that of the host, or no
         longer; all call it."""
         self.remove()
-        reached = wanted and slices_go_by_copies(self.axis) and reaches_memory(self.axis)
+        reached = wanted and goes_by_copies(self.axis) and reaches_memory(self.axis)
         if reached or wanted and carries(self.axis.group.group_name):
             teach_compiler()
             self._hang()

@@ -199,7 +199,7 @@ def _attention_over_ring(
         q, mask = _lift(q, mask)
     if rotate_method == "p2p":
         run, exact = _ring_op if compiling else _ring, ring.communication == EXACT
-        return run(q, k, v, mask, scale, name, lengths, ring.rank, group, exact, exact and ring.peer_memory)
+        return run(q, k, v, mask, scale, name, lengths, ring.rank, group, exact, ring.peer_memory)
     run = _gathered_op if compiling else _gathered
     return run(q, k, v, mask, scale, name, lengths, ring.rank, groups, group, ring.communication == EXACT)
 

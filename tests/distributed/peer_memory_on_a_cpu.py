@@ -30,8 +30,8 @@ class Even(FluxTransformerTesterConfig):
 class MappedFiles:
     """What torch's handle of symmetric memory answers, of a file of each rank of a group."""
 
-    def __init__(self, files: Iterable[Path], size: int, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, files: Iterable[Path], size: int, group: dist.ProcessGroup, number: int):
+        self.group, self.number = group, number
         self.mapped = [torch.from_file(str(file), True, size, dtype=torch.uint8) for file in files]
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
@@ -40,7 +40,9 @@ class MappedFiles:
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
         assert timeout_ms > 0
-        dist.barrier(self.group)
+        of_all = [torch.empty(1, dtype=torch.int64) for _ in range(self.group.size())]
+        dist.all_gather(of_all, torch.tensor([self.number]), group=self.group)
+        assert {int(number) for number in of_all} == {self.number}, "ranks would wait for ever, each at another place"
 
 
 @contextlib.contextmanager
@@ -61,9 +63,10 @@ def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
         of_all = [torch.empty_like(own) for _ in range(process_group.size())]
         dist.all_gather(of_all, own, group=process_group)
         assert len({int(time) for time, _ in of_all}) == 1, "torch would wait for ever"
+        (time, _), *_ = of_all
         ranks = dist.get_process_group_ranks(process_group)
         names = [Path(folder) / f"{rank}-{int(number)}" for rank, (_, number) in zip(ranks, of_all, strict=True)]
-        return MappedFiles(names, x.nbytes, process_group)
+        return MappedFiles(names, x.nbytes, process_group, int(time))
 
     def copy_late(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Callable[[], None]:
         return lambda: [time.sleep(late), *(into.copy_(x) for into, x in pairs)] and None

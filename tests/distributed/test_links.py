@@ -111,6 +111,12 @@ class TestLinks(unittest.TestCase):
                         choose(fast) for choose in (*chosen, choices.computes_beside, choices.goes_in_groups)
                     )
 
+    def test_what_may_go_by_copies(self):
+        axis = replace(Axis.single("ring"), size=2)
+        ways = {"exact": {}, "slow": {"slow_links": True}, "8 bits": {"communication": "int8"}}
+        found = {name: choices.goes_by_copies(replace(axis, **way)) for name, way in ways.items()}
+        assert found == {"exact": True, "slow": False, "8 bits": False}, found
+
     @parameterized.expand([(25, 33, True), (25, 21, True), (25, 19, False), (240, 33, False)])
     def test_what_the_host_is_taken_for(self, by_group, by_copies, wanted):
         """Copies may be slower than the process group by a fifth."""
