@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import diffusers
 import torch
@@ -37,6 +37,8 @@ from ..pipelines.peaks import device_peak
 from .distance import FLOAT32_BAR, LOSSY_BAR, bar_of, distance
 from .known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 
+
+T = TypeVar("T")
 
 MODES = ("eager", "compile", "graph", "compile+graph")
 PEERS = ("diffusers", "cache-dit", "device-map")
@@ -167,15 +169,20 @@ def measure_step(request: StepRequest, told: Callable[[Row], None] = lambda row:
     device = init(request.device, timeout=timedelta(minutes=10))
     runner, backends = _Runner(request, device), _Backends()
     rows = [Row(name, mode) for mode in request.modes for name in (ONE, *request.meshes, *_peer_names(request))]
-    for turn in range(request.rounds):
-        start = turn * len(rows) // request.rounds
-        # One rank is the first of the first round: the others' outputs are compared with its.
-        for row in rows[start:] + rows[:start]:
-            if not row.note:
-                with backends.of("cache-dit" if row.name.startswith("cache-dit") else "all others"):
-                    runner.run(row)
-            told(row)
+    # One rank is the first of the first round: the others' outputs are compared with its.
+    for row in in_turns(rows, request.rounds):
+        if not row.note:
+            with backends.of("cache-dit" if row.name.startswith("cache-dit") else "all others"):
+                runner.run(row)
+        told(row)
     return rows
+
+
+def in_turns(rows: list[T], rounds: int) -> Iterator[T]:
+    """All of them in each round, which begins with another one each time, the first with the first."""
+    for turn in range(rounds):
+        start = turn * len(rows) // rounds
+        yield from rows[start:] + rows[:start]
 
 
 def _peer_names(request: StepRequest) -> Iterator[str]:

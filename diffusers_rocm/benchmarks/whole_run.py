@@ -21,7 +21,7 @@ from ..pipelines.generation import GenerationRequest, call_arguments, load
 from ..pipelines.peaks import StagePeaks
 from .distance import bar_of, distance
 from .known_models import count_blocks
-from .step import ONE, free, noted, parse_mesh
+from .step import ONE, free, in_turns, noted, parse_mesh
 
 
 STAGES = ("load", "encode", "denoise", "decode")
@@ -78,32 +78,29 @@ def measure_runs(
     One rank: the others are replicas that have nothing to do.
 
     Args:
-        repeats: pictures timed in a row; `rounds`: how often all meshes are gone through, each time from another one
-            on. What is wrong in one is not tried again.
+        repeats: pictures timed in a row.
+        rounds: how often all meshes are gone through (`in_turns`). What is wrong in one is not tried again.
         told: hears of each mesh when a round of it is over.
     """
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
     world, wanted, runs = Axis.of_all(), None, [Run(mesh) for mesh in (ONE, *meshes)]
     dtype = _dtype(request, device)
-    for turn in range(rounds):
-        start = turn * len(runs) // rounds
-        for run in runs[start:] + runs[:start]:
-            if run.note:
-                continue
-            degrees, made = {"dp": world.size} if run.mesh == ONE else parse_mesh(run.mesh), _Made()
-            with noted(run, world):
-                _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
-            if not run.note:
-                peaks = all_gather_int64(torch.tensor([run.peak[stage] for stage in STAGES]), world).amax(0)
-                run.peak = dict(zip(STAGES, peaks.tolist(), strict=True))
-            if run.mesh == ONE and turn == 0 and not run.note:
-                wanted = made
-            if wanted is not None and not run.note:
-                lossy = "communication" in degrees or request.communication != EXACT
-                lossy = lossy or request.quantization is not None
-                bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
-                _compare(run, made, wanted, bar, "bfloat16" if lossy else dtype)
-            told(run)
+    for run in in_turns(runs, rounds):
+        if run.note:
+            continue
+        degrees, made = {"dp": world.size} if run.mesh == ONE else parse_mesh(run.mesh), _Made()
+        with noted(run, world):
+            _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
+        if not run.note:
+            peaks = all_gather_int64(torch.tensor([run.peak[stage] for stage in STAGES]), world).amax(0)
+            run.peak = dict(zip(STAGES, peaks.tolist(), strict=True))
+            wanted = made if run.mesh == ONE and wanted is None else wanted
+        if wanted is not None and not run.note:
+            rounds_off = "communication" in degrees or request.communication != EXACT
+            lossy = rounds_off or request.quantization is not None
+            bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
+            _compare(run, made, wanted, bar, "bfloat16" if lossy else dtype)
+        told(run)
     return runs
 
 

@@ -102,9 +102,8 @@ class TestBenchGenerate(unittest.TestCase):
             assert order == [ONE, "tp=2", "ring=2", "tp=2", "ring=2", ONE, ONE, "tp=2"], order
             assert [bool(run.note) for run in runs] == [False, False, True], runs
             for run in runs[:2]:
-                assert {name: len(times) for name, times in run.times.items()} == dict.fromkeys(STAGES, 6) | {
-                    "load": 3
-                }
+                counts = {name: len(times) for name, times in run.times.items()}
+                assert counts == dict.fromkeys(STAGES, 6) | {"load": 3}, counts
                 assert len(run.pictures) == 6 and run.distance <= 1e-5, run
 
     def test_another_picture(self):

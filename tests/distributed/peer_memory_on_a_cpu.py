@@ -62,11 +62,10 @@ def mapped_memory(folder: str, late: float = 0.0) -> Iterator[None]:
         own = torch.tensor([next(times), files[x.data_ptr()]])
         of_all = [torch.empty_like(own) for _ in range(process_group.size())]
         dist.all_gather(of_all, own, group=process_group)
-        assert len({int(time) for time, _ in of_all}) == 1, "torch would wait for ever"
-        (time, _), *_ = of_all
+        assert len({int(count) for count, _ in of_all}) == 1, "torch would wait for ever"
         ranks = dist.get_process_group_ranks(process_group)
         names = [Path(folder) / f"{rank}-{int(number)}" for rank, (_, number) in zip(ranks, of_all, strict=True)]
-        return MappedFiles(names, x.nbytes, process_group, int(time))
+        return MappedFiles(names, x.nbytes, process_group, int(own[0]))
 
     def copy_late(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Callable[[], None]:
         return lambda: [time.sleep(late), *(into.copy_(x) for into, x in pairs)] and None

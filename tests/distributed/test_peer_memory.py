@@ -149,7 +149,7 @@ def reach_worker(folder: str) -> list[tuple[bool, int]]:
 
 
 @torch.no_grad()
-def long_worker(folder: str) -> list[bool]:
+def long_worker(folder: str) -> list[list[bool]]:
     """Whether long messages are what they should be, of ranks of which one is late, beside others of the same group:
     before there is room, in two captured calls, and in one for which they have become too long."""
     axis, numbers, answers = Axis.of_all(), itertools.count(), []
