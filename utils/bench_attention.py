@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import rank_of_torchrun
 from versions import versions
 
-import diffusers_rocm
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.distributed.beside import pass_on
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    device = diffusers_rocm.init()
+    device = rank_of_torchrun()
     rows = {tokens: measure(args, tokens, device) for tokens in args.tokens}
     if dist.get_rank() == 0 and args.out:
         content = {"versions": versions(), "heads": args.heads, "milliseconds": rows}

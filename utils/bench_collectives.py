@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import rank_of_torchrun
 from versions import versions
 
-import diffusers_rocm
 from diffusers_rocm.benchmarks.step import Clock
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    device = diffusers_rocm.init()
+    device = rank_of_torchrun()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     both = torch.randn(args.image + args.text, args.width, device=device, dtype=dtype)
     image, text = both[: args.image], both[args.image :]

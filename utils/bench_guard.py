@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from ranks import rank_of_torchrun
 from versions import versions
 
 import diffusers_rocm
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     shape = {"num_layers": args.double, "num_single_layers": args.single, "num_attention_heads": args.width // 128}
-    device = diffusers_rocm.init()
+    device = rank_of_torchrun()
     embeddings = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0)).to(device, args.dtype)
     pooled = torch.randn(1, 768, generator=torch.Generator().manual_seed(1)).to(device, args.dtype)
     config = diffusers_rocm.ParallelConfig(tp=args.tp, ulysses=args.ulysses)

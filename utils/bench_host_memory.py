@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ranks import rank_of_torchrun
 from versions import versions
 
-import diffusers_rocm
 from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.distributed import host_memory
 from diffusers_rocm.distributed.axis import Axis
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    device = diffusers_rocm.init("cuda")
+    device = rank_of_torchrun("cuda")
     axis, clock, rows = Axis.of_all(), Clock(device), {}
 
     def time(row: str, of_message: Callable[[torch.Tensor, torch.Tensor, bool], Callable[[], object]]) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import rank_of_torchrun
 from torch.utils._pytree import tree_leaves
 from versions import versions
 
@@ -82,7 +83,7 @@ def main() -> None:
     if args.alone:
         device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     else:
-        device = diffusers_rocm.init(args.device)
+        device = rank_of_torchrun(args.device)
     rows, first = [], args.alone or dist.get_rank() == 0
 
     if args.process_group or args.alone:

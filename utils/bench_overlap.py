@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
+from ranks import rank_of_torchrun
 from versions import versions
 
-import diffusers_rocm
 from diffusers_rocm.benchmarks.step import Clock
 from diffusers_rocm.distributed.beside import beside
 
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
-    bench = Bench(args, diffusers_rocm.init())
+    bench = Bench(args, rank_of_torchrun())
     for rows in args.rows:
         bench.ulysses(rows)
     for rows in args.sums:
