@@ -264,19 +264,20 @@ def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: i
 
 
 def start_gather_tokens(
-    parts: list[torch.Tensor], dim: int, sizes: tuple[int, ...], axis: Axis
+    parts: list[torch.Tensor], dim: int, sizes: tuple[int, ...], axis: Axis, later: torch.Tensor | None = None
 ) -> Callable[[], torch.Tensor]:
     """Begin to gather activations of all ranks, as `start_exchange` begins.
 
     Args:
         parts: [sizes[rank], ...] each, of one dtype; joined along `dim`, above 0.
+        later: what is beside the message, as of `gather_by_copies`.
 
     Returns:
         A function that waits, and answers the ranks', joined along dim 0.
     """
     plain = not any(map(_needs_grad, parts)) and axis.communication == EXACT
     if axis.peer_memory and plain and min(sizes) == max(sizes):
-        received = gather_by_copies(parts, dim, axis.size, axis.group)
+        received = gather_by_copies(parts, dim, axis.size, axis.group, later)
         return lambda: received
     x = torch.cat(parts, dim)
     if _needs_grad(x):

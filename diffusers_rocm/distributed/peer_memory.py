@@ -67,7 +67,9 @@ _library.define("next_place(SymInt[] shape, str group, *, ScalarType dtype, Devi
 _KINDS = ("all_to_all", "all_gather")
 for _kind in _KINDS:
     _library.define(f"fetch_{_kind}(Tensor place, int world, str group) -> Tensor")
-    _library.define(f"{_kind}_by_copies(Tensor[] parts, int dim, int world, str group, str version) -> Tensor")
+    _library.define(
+        f"{_kind}_by_copies(Tensor[] parts, int dim, int world, str group, str version, Tensor? later=None) -> Tensor"
+    )
 _ours = torch.ops.diffusers_rocm
 
 
@@ -118,15 +120,17 @@ def _fetch(x: Tensor, count: int, world: int, group: str) -> Tensor:
     assert x.data_ptr() == memory.get_buffer(rank, x.shape, x.dtype).data_ptr()
     received, offset = x.new_empty(world * count), 0 if to_all else rank * count
     into = received.chunk(world)
-    into[rank].copy_(x.narrow(0, offset, count))  # by a kernel, which would wait for those that come next
     meet(memory, group, x.device)
     others = ((rank + step) % world for step in range(1, world))
     pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, offset)) for peer in others)
     call.coming[group] = register(received, copy_beside(pairs, x.device))
+    into[rank].copy_(x.narrow(0, offset, count))  # beside them
     return received
 
 
-def _by_copies(kind: str, parts: list[Tensor], dim: int, world: int, group: str, version: str) -> Tensor:
+def _by_copies(
+    kind: str, parts: list[Tensor], dim: int, world: int, group: str, version: str, later: Tensor | None = None
+) -> Tensor:
     place = _ours.next_place(_joined_shape(parts, dim), group, dtype=parts[0].dtype, device=parts[0].device)
     return getattr(_ours, f"fetch_{kind}")(torch.cat(parts, dim, out=place), world, group)
 
@@ -304,12 +308,12 @@ def _(place, world, group):
 
 
 @torch.library.register_fake("diffusers_rocm::all_to_all_by_copies", lib=_library)
-def _(parts, dim, world, group, version):
+def _(parts, dim, world, group, version, later=None):
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
 @torch.library.register_fake("diffusers_rocm::all_gather_by_copies", lib=_library)
-def _(parts, dim, world, group, version):
+def _(parts, dim, world, group, version, later=None):
     return parts[0].new_empty(world * sum(part.numel() for part in parts))
 
 
@@ -322,7 +326,26 @@ def teach_compiler() -> bool:
 
     last: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
-    def lower(fetch: Any, parts: list[ir.TensorBox], dim: int, world: int, group: str, version: str) -> ir.TensorBox:
+    def makers(x: ir.TensorBox) -> set[str]:
+        """The operations that make what `x` is made of."""
+        found, names = set(), [*x.get_read_names()]
+        while names:
+            operation = V.graph.name_to_buffer.get(names.pop())
+            operation = None if operation is None else operation.get_defining_op()
+            if operation is not None and operation.get_operation_name() not in found:
+                found.add(operation.get_operation_name())
+                names += operation.get_read_names()
+        return found
+
+    def lower(
+        fetch: Any,
+        parts: list[ir.TensorBox],
+        dim: int,
+        world: int,
+        group: str,
+        version: str,
+        later: ir.TensorBox | None = None,
+    ) -> ir.TensorBox:
         first, fetched = len(V.graph.operations), last.setdefault(V.graph, {})
         options = {"dtype": parts[0].get_dtype(), "device": parts[0].get_device()}
         shape = _joined_shape(parts, dim)
@@ -341,6 +364,9 @@ def teach_compiler() -> bool:
             ir.MutationLayoutSHOULDREMOVE.realize_into(copy, into, unsafe_alias=True)
         received = ir._CollectiveKernel.create_out_of_place(fetch, place, world, group)
         fetched[group] = received.get_name()
+        if later is not None:
+            for name in makers(later) - set().union(*map(makers, parts)):
+                V.graph.additional_buffer_deps[name].add(received.get_name())
         return ir.TensorBox.create(received)
 
     for operation, fetch in (
@@ -364,16 +390,19 @@ def exchange_by_copies(parts: list[Tensor], dim: int, world: int, group: dist.Pr
     return torch.ops._c10d_functional.wait_tensor(coming)
 
 
-def gather_by_copies(parts: list[Tensor], dim: int, world: int, group: dist.ProcessGroup) -> Tensor:
+def gather_by_copies(
+    parts: list[Tensor], dim: int, world: int, group: dist.ProcessGroup, later: Tensor | None = None
+) -> Tensor:
     """A gather of as much of each rank, which goes by copies in a graph.
 
     Args:
         parts: [n, ...] each, of one dtype; joined along `dim`, above 0.
+        later: what is beside the message in compiled code: it is made when that has begun, but for what both need.
 
     Returns:
         [world x n, ...], what came of each rank, in their order.
     """
-    coming = _ours.all_gather_by_copies(parts, dim, world, group.group_name, _VERSION)
+    coming = _ours.all_gather_by_copies(parts, dim, world, group.group_name, _VERSION, later)
     return torch.ops._c10d_functional.wait_tensor(coming).view(-1, *_joined_shape(parts, dim)[1:])
 
 

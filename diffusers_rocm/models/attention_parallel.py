@@ -191,7 +191,7 @@ def _attention_over_ring(
     hides = hides_a_hop(rows, max(lengths), q.shape[3], q.device, ring) if rotate_method == "p2p" else groups > 1
     whole_only = kernel.name not in KERNELS or not kernel.gives_lse  # which "p2p" was not given
     if needs_grad(q, k, v) or not hides or whole_only:
-        out, _ = kernel(q, *_keys_of_all(k, v, q.shape[2], lengths, ring), mask, scale)
+        out, _ = kernel(q, *_keys_of_all(q, k, v, lengths, ring), mask, scale)
         return out
     # One opaque operation for the compiler: it would move every hop to the front, where nothing hides it.
     compiling, name, group = torch.compiler.is_compiling(), kernel.name, ring.group.group_name
@@ -248,20 +248,21 @@ def attention_after_whole_keys(
         q, k, v = scatter_heads(q, k, v, of_group, axis)
         mask = _mask_of_group(mask, heads, layout)
     if layout.ring.size > 1:
-        k, v = _keys_of_all(k, v, q.shape[2], layout.ring_lengths(), layout.ring)
+        k, v = _keys_of_all(q, k, v, layout.ring_lengths(), layout.ring)
     out, _ = choose(q, mask, False)(q, torch.cat([before_k, k], 1), torch.cat([before_v, v], 1), mask, scale)
     return gather_heads(out, heads, of_group, axis) if axis.size > 1 else out
 
 
-def _keys_of_all(k: Tensor, v: Tensor, heads: int, lengths: tuple[int, ...], ring: Axis) -> tuple[Tensor, ...]:
-    """Keys and values of all ranks, gathered at once: [B, sum(lengths), heads, D]; their gradients are summed.
+def _keys_of_all(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], ring: Axis) -> tuple[Tensor, ...]:
+    """Keys and values of all ranks, gathered at once, for the heads of `q`: [B, sum(lengths), H, D].
 
-    Views of one message; in compiled code over slow links of two: values, which need no norm and no rotary embedding,
-    are on their way while keys are made.
+    Their gradients are summed. Views of one message; in compiled code over slow links of two: values, which need no
+    norm and no rotary embedding, are on their way while keys are made.
     """
+    heads = q.shape[2]
 
     def start(*tensors: Tensor) -> Callable[[], Tensor]:
-        return start_gather_tokens([x.transpose(0, 1) for x in tensors], 2, lengths, ring)
+        return start_gather_tokens([x.transpose(0, 1) for x in tensors], 2, lengths, ring, q)
 
     if not begins_early(ring):
         return _keys_of(copy_to_axis(start(k, v)(), ring), heads)

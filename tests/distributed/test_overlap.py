@@ -16,6 +16,7 @@ from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.choices import Busy
 from diffusers_rocm.distributed.collectives import all_reduce
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
+from diffusers_rocm.distributed.peer_memory import gather_by_copies, teach_compiler
 from diffusers_rocm.hooks import sequence_split
 from diffusers_rocm.hooks.around_call import AroundCall
 from diffusers_rocm.hooks.step_graph import StepGraph
@@ -209,6 +210,27 @@ def order_worker() -> list[list[str]]:
     return found
 
 
+def keys_of_all(x: Tensor, weight: Tensor, angle: Tensor, axis: Axis, beside: bool) -> Tensor:
+    """Queries and keys, which one kernel would turn: what a message needs, and what it does not."""
+    keys, queries = ((x @ part).view(16, 2, 8) * angle.cos() for part in weight.chunk(2, 1))
+    gathered = gather_by_copies([keys], 1, axis.size, axis.group, queries if beside else None)
+    return queries.flatten(1) @ gathered.flatten(1).T
+
+
+def beside_worker() -> list[list[str]]:
+    """The steps, and those if it is not said what is beside the message."""
+    axis, found = Axis.of_all(), []
+    x, weight, angle = randn(16, 16, seed=axis.rank), randn(16, 32, seed=2), randn(16, 1, 8, seed=3)
+    teach_compiler()
+    for beside in (True, False):
+        wanted = keys_of_all(x, weight, angle, axis, beside)
+        compiled = torch.compile(keys_of_all, fullgraph=True, options=HIDE_MESSAGES)
+        output, (code,) = run_and_get_code(compiled, x, weight, angle, axis, beside)
+        assert relative_l2(output, wanted) <= FLOAT32_BAR
+        found.append([step for step in steps(code) if step != "next_place"])
+    return found
+
+
 # Whether links are slow, whether ranks reach each other's memory, whether the model is a graph, what is asked for, and
 # the options that blocks are compiled with, by their names.
 USES = (
@@ -274,6 +296,12 @@ class TestOverlap(unittest.TestCase):
     def test_order_of_messages(self):
         for plain, hidden in run_ranks(2, order_worker):
             assert len(plain) == 3 and hidden == plain, (plain, hidden)
+
+    def test_what_is_beside(self):
+        """Queries, whose product, and all that follows, no kernel makes before the message of keys has begun."""
+        told, untold = ["mm", "fetch_all_gather", "mm", "wait_tensor", "mm"], ["mm", "mm", "fetch_all_gather"]
+        for found, without in run_ranks(2, beside_worker):
+            assert found == told and without[:3] == untold, (found, without)
 
     def test_when(self):
         for found in run_ranks(2, given_worker):
