@@ -16,7 +16,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -326,16 +326,26 @@ def teach_compiler() -> bool:
 
     last: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
-    def makers(x: ir.TensorBox) -> set[str]:
-        """The operations that make what `x` is made of."""
-        found, names = set(), [*x.get_read_names()]
+    def read(operation: ir.Operation) -> set[str]:
+        return {each.name for each in operation.get_read_writes().reads}
+
+    def makers(names: Iterable[str]) -> set[str]:
+        """The operations that make what has these names, and all that it is made of."""
+        found, names = set(), [*names]
         while names:
-            operation = V.graph.name_to_buffer.get(names.pop())
-            operation = None if operation is None else operation.get_defining_op()
+            buffer = V.graph.name_to_buffer.get(names.pop())  # none of what the graph is given
+            operation = buffer and buffer.get_defining_op()
             if operation is not None and operation.get_operation_name() not in found:
                 found.add(operation.get_operation_name())
-                names += operation.get_read_names()
+                names += read(operation)
         return found
+
+    def only_for(later: ir.TensorBox, parts: list[ir.TensorBox]) -> set[str]:
+        """What is computed for it, and neither for the parts of a message nor for anything sent before."""
+        computed = ir.ComputedBuffer, ir.ExternKernelOut, ir.TemplateBuffer
+        others = [each for each in V.graph.operations if not isinstance(each, computed) or each.get_mutation_names()]
+        needed = makers(set().union(*map(read, others), *(part.get_read_names() for part in parts)))
+        return makers(later.get_read_names()) - needed - {each.get_operation_name() for each in others}
 
     def lower(
         fetch: Any,
@@ -347,6 +357,7 @@ def teach_compiler() -> bool:
         later: ir.TensorBox | None = None,
     ) -> ir.TensorBox:
         first, fetched = len(V.graph.operations), last.setdefault(V.graph, {})
+        waiting = set() if later is None else only_for(later, parts)
         options = {"dtype": parts[0].get_dtype(), "device": parts[0].get_device()}
         shape = _joined_shape(parts, dim)
         place = ir.TensorBox.create(ir.FallbackKernel.create(_ours.next_place.default, shape, group, **options))
@@ -364,9 +375,8 @@ def teach_compiler() -> bool:
             ir.MutationLayoutSHOULDREMOVE.realize_into(copy, into, unsafe_alias=True)
         received = ir._CollectiveKernel.create_out_of_place(fetch, place, world, group)
         fetched[group] = received.get_name()
-        if later is not None:
-            for name in makers(later) - set().union(*map(makers, parts)):
-                V.graph.additional_buffer_deps[name].add(received.get_name())
+        for name in waiting:
+            V.graph.additional_buffer_deps[name].add(received.get_name())
         return ir.TensorBox.create(received)
 
     for operation, fetch in (

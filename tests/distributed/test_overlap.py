@@ -217,16 +217,30 @@ def keys_of_all(x: Tensor, weight: Tensor, angle: Tensor, axis: Axis, beside: bo
     return queries.flatten(1) @ gathered.flatten(1).T
 
 
+def keys_of_others(x: Tensor, weight: Tensor, angle: Tensor, axis: Axis, first: str) -> Tensor:
+    """Queries of what a message before is made of, too, or of what it brings."""
+    shared = x @ weight
+    if first == "copies":
+        before = gather_by_copies([shared.sin()], 1, axis.size, axis.group).chunk(axis.size)[0]
+    else:
+        before = all_reduce(shared.sin(), axis)
+    queries = (before if first == "brought" else shared) @ weight.T
+    keys = gather_by_copies([angle.flatten(0, 1) @ weight[:8]], 1, axis.size, axis.group, queries)
+    return before + queries @ keys[:16]
+
+
 def beside_worker() -> list[list[str]]:
-    """The steps, and those if it is not said what is beside the message."""
+    """The steps, and those if it is not said what is beside the message; and those of queries of more than one use."""
     axis, found = Axis.of_all(), []
     x, weight, angle = randn(16, 16, seed=axis.rank), randn(16, 32, seed=2), randn(16, 1, 8, seed=3)
     teach_compiler()
-    for beside in (True, False):
-        wanted = keys_of_all(x, weight, angle, axis, beside)
-        compiled = torch.compile(keys_of_all, fullgraph=True, options=HIDE_MESSAGES)
-        output, (code,) = run_and_get_code(compiled, x, weight, angle, axis, beside)
-        assert relative_l2(output, wanted) <= FLOAT32_BAR
+    calls = [(keys_of_all, weight, beside) for beside in (True, False)]
+    calls += [(keys_of_others, weight[:, :16].clone(), first) for first in ("copies", "group", "brought")]
+    for function, *given in calls:
+        given[1:1] = [angle, axis]
+        wanted = function(x.clone(), *given)
+        output, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, options=HIDE_MESSAGES), x, *given)
+        assert relative_l2(output, wanted) <= FLOAT32_BAR, given
         found.append([step for step in steps(code) if step != "next_place"])
     return found
 
@@ -300,8 +314,11 @@ class TestOverlap(unittest.TestCase):
     def test_what_is_beside(self):
         """Queries, whose product, and all that follows, no kernel makes before the message of keys has begun."""
         told, untold = ["mm", "fetch_all_gather", "mm", "wait_tensor", "mm"], ["mm", "mm", "fetch_all_gather"]
-        for found, without in run_ranks(2, beside_worker):
+        for found, without, *of_others in run_ranks(2, beside_worker):
             assert found == told and without[:3] == untold, (found, without)
+            for each in of_others:  # one product for both, and what was sent before goes before
+                begun = ["message" if "all" in step else step for step in each if step != "wait_tensor"]
+                assert begun == ["mm", "message", "mm", "message", "mm", "addmm"], of_others
 
     def test_when(self):
         for found in run_ranks(2, given_worker):
