@@ -364,11 +364,10 @@ def gpu_worker(
     sizes: tuple[int, ...] | None = None,
     hops: bool = False,
 ) -> tuple[float, dict[str, int], int]:
-    """The error of a model as a graph, what its replay launches, and bytes held; a ring of any length may hop."""
+    """The error of a model as a graph, what its replay launches, and bytes held; a ring hops, or gathers at once."""
     config = config_class()
     config.sizes = sizes
-    busy = mock.patch.object(Busy, "of_gpu", lambda _: choices.OF_CPU) if hops else contextlib.nullcontext()
-    with busy:
+    with mock.patch.object(choices, "OF_CPU", choices.OF_CPU if hops else Busy(1 << 15, 1 << 40)):  # here of GPUs, too
         error, names = on_gpus(config, compiled, **degrees)
     return error, count_parts(names, "Memcpy PtoP", "barrier_kernel", "SendRecv", "AllReduce"), held_bytes()
 
