@@ -412,6 +412,7 @@ def gather_by_copies(
     Returns:
         [world x n, ...], what came of each rank, in their order.
     """
+    later = None if later is None else later.detach()  # whose order it is, not whose value
     coming = _ours.all_gather_by_copies(parts, dim, world, group.group_name, _VERSION, later)
     return torch.ops._c10d_functional.wait_tensor(coming).view(-1, *_joined_shape(parts, dim)[1:])
 

@@ -218,7 +218,7 @@ def ways_worker(folder: str) -> dict[str, tuple[bool, int]]:
 
 
 def gathers_worker(folder: str) -> dict[str, tuple[bool, int]]:
-    """The same of what is gathered."""
+    """The same of what is gathered, beside what has gradients."""
     plain, found = Axis.of_all(), {}
     reached = replace(plain, peer_memory=True)
     x = randn(3, 2, 6, seed=plain.rank)
@@ -234,7 +234,7 @@ def gathers_worker(folder: str) -> dict[str, tuple[bool, int]]:
             wanted = start_gather_tokens(parts, 2, sizes, replace(plain, **how))()
             for captured in (False, True):
                 with call_of_a_graph(captured), torch.profiler.profile() as profile:
-                    answer = start_gather_tokens(parts, 2, sizes, replace(reached, **how))()
+                    answer = start_gather_tokens(parts, 2, sizes, replace(reached, **how), trained)()
             fetched = [event.name for event in profile.events()].count("diffusers_rocm::fetch_all_gather")
             found[name] = torch.equal(answer, wanted) and answer.requires_grad == wanted.requires_grad, fetched
     return found
