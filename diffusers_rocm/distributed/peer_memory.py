@@ -120,11 +120,11 @@ def _fetch(x: Tensor, count: int, world: int, group: str) -> Tensor:
     assert x.data_ptr() == memory.get_buffer(rank, x.shape, x.dtype).data_ptr()
     received, offset = x.new_empty(world * count), 0 if to_all else rank * count
     into = received.chunk(world)
+    into[rank].copy_(x.narrow(0, offset, count))  # by a kernel, which would wait for those that come next
     meet(memory, group, x.device)
     others = ((rank + step) % world for step in range(1, world))
     pairs = ((into[peer], memory.get_buffer(peer, (count,), x.dtype, offset)) for peer in others)
     call.coming[group] = register(received, copy_beside(pairs, x.device))
-    into[rank].copy_(x.narrow(0, offset, count))  # beside them
     return received
 
 
@@ -342,7 +342,7 @@ def teach_compiler() -> bool:
 
     def only_for(later: ir.TensorBox, parts: list[ir.TensorBox]) -> set[str]:
         """What is computed for it, and neither for the parts of a message nor for anything sent before."""
-        computed = ir.ComputedBuffer, ir.ExternKernelOut, ir.TemplateBuffer
+        computed = ir.ComputedBuffer, ir.ConcatKernel, ir.ExternKernelOut, ir.TemplateBuffer
         others = [each for each in V.graph.operations if not isinstance(each, computed) or each.get_mutation_names()]
         needed = makers(set().union(*map(read, others), *(part.get_read_names() for part in parts)))
         return makers(later.get_read_names()) - needed - {each.get_operation_name() for each in others}

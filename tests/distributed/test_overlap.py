@@ -25,6 +25,7 @@ from ..models.testing_utils.common import randn
 from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..testing_utils import relative_l2, run_ranks
+from .peer_memory_on_a_cpu import Even
 
 
 STEPS = re.compile(r"(?<!')torch\.ops\.(?:_c10d_functional|diffusers_rocm)\.(\w+)\.default|extern_kernels\.(\w*mm)\(")
@@ -43,20 +44,27 @@ def under_messages(code: str) -> list[int]:
 
 
 @torch.no_grad()
-def flux_worker(slow: bool, mesh: dict[str, Any], measured: bool = True) -> tuple[float, list[int], list[str]]:
+def flux_worker(
+    slow: bool, mesh: dict[str, Any], measured: bool = True, copies: bool = False
+) -> tuple[float, list[int], list[str]]:
     """The error of FLUX, its blocks of one stream compiled; the products that one has under each message, and whether
     messages begin or are waited for, in order."""
-    config = FluxTransformerTesterConfig()
+    config = Even() if copies else FluxTransformerTesterConfig()
     model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
     fast = mock.patch.object(links, "FAST", 1.0 if slow else 0.0)
     known = mock.patch.object(choices, "_were_measured", lambda: measured)
     with fast, known, mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
         model.enable_parallelism(config=ParallelConfig(**mesh))
+        if copies:  # as of a graph; without one they go by the process group
+            teach_compiler()
+            with mock.patch.object(sequence_split, "reaches_memory", lambda _: True):
+                model.parallelism.split.by_copies(True)
         model._repeated_blocks = ["FluxSingleTransformerBlock"]
         model.compile_repeated_blocks(fullgraph=True, **({} if slow else {"options": HIDE_MESSAGES}))
         output, codes = run_and_get_code(config.get_output, model, inputs)
-    order = ["wait" if "wait" in step else "begin" for step in steps(codes[0]) if "mm" not in step]
+    messages = [step for step in steps(codes[0]) if "mm" not in step and step != "next_place"]
+    order = ["wait" if "wait" in step else "begin" for step in messages]
     return relative_l2(output, reference), under_messages(codes[0]), order
 
 
@@ -282,7 +290,8 @@ class TestOverlap(unittest.TestCase):
         """Its product under the first, its part of the output's under the second; over slow links values go before,
         and those of queries and keys are under them, and queries and keys, and what goes back, are two messages each,
         which begin when what is sent is there, and the products are under the last of each; not on GPUs that were
-        not measured. All that a ring gathers goes at once, values first."""
+        not measured. All that a ring gathers goes at once, values first; by copies in one message, queries beside
+        it, too."""
         both, ring = {"ulysses": 2}, {"ring": 2}
         plain = [1, 1], ["begin", "wait"] * 2
         halves = [2, 0, 1, 0, 1], [*["begin"] * 3, "wait", *["wait", "begin"] * 2, "wait", "wait"]
@@ -295,6 +304,9 @@ class TestOverlap(unittest.TestCase):
         for error, products, order in run_ranks(2, flux_worker, True, ring):
             assert error <= FLOAT32_BAR and order == ["begin", "begin", "wait", "wait"], (error, order)
             assert products in ([2, 2], [1, 3]), products
+
+        for error, products, order in run_ranks(2, flux_worker, False, ring, True, True):
+            assert error <= FLOAT32_BAR and order == ["begin", "wait"] and products == [3], (error, products, order)
 
     def test_split_products(self):
         for results in run_ranks(2, split_worker):
