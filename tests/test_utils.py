@@ -38,6 +38,23 @@ class TestScripts(unittest.TestCase):
             written = json.loads(file.read_text())
         assert written["versions"]["torch"] and len(written) > 1, written
 
+    @parameterized.expand(
+        [
+            ("kernels", ["--alone", "--device", "cpu", "--mesh", "foo"], "--mesh foo: 'foo' is none of cfg=N"),
+            ("kernels", ["--alone", "--device", "cpu", "--resolution", "7"], "a height of 7 is no multiple of 16"),
+            ("kernels", ["--device", "cpu", "--repeats", "0"], "--repeats must be at least 1; got 0"),
+            ("kernels", ["--device", "cpu"], "no ranks: start it by torchrun --nproc_per_node=2 "),
+            ("attention", ["--dtype", "foo"], "--dtype: invalid choice: 'foo'"),
+            ("overlap", [], "no ranks: start it by torchrun --nproc_per_node=2 "),
+        ]
+    )
+    def test_message(self, name, arguments, message):
+        """In the last line, which is no traceback's."""
+        command = [sys.executable, str(UTILS / f"bench_{name}.py"), *arguments]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert run.returncode and message in run.stderr.splitlines()[-1], run.stderr
+        assert "Traceback" not in run.stderr, run.stderr
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -31,9 +31,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", type=int, default=24)
-    parser.add_argument("--kernel", help="default: the fastest")
+    parser.add_argument("--kernel", choices=KERNELS, help="default: the fastest")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     device = rank_of_torchrun()
@@ -56,7 +56,8 @@ def measure(args: argparse.Namespace, tokens: int, device: torch.device) -> dict
     for name, slow in (("at once", False), ("in groups", True)):
         layouts[name] = Layout((tokens,), axes["ulysses"].ring, replace(axes["ulysses"].ulysses, slow_links=slow))
     length = layouts["ring"].lengths()[dist.get_rank()]
-    q, k, v = (torch.randn(1, length, args.heads, 128, device=device, dtype=args.dtype) for _ in range(3))
+    dtype = getattr(torch, args.dtype)
+    q, k, v = (torch.randn(1, length, args.heads, 128, device=device, dtype=dtype) for _ in range(3))
     kernel, group = choose(q, None, True), axes["ring"].ring.group.group_name
     message = torch.cat([k, v], dim=2).flatten()
 

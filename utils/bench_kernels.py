@@ -20,6 +20,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 from collections import Counter
@@ -36,10 +37,11 @@ from versions import versions
 import diffusers_rocm
 from diffusers_rocm.benchmarks.distance import bar_of, distance
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs
-from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, parse_mesh, ranks_of
+from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, check_meshes, parse_mesh, ranks_of
 from diffusers_rocm.commands.bench_step import setting
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64
+from diffusers_rocm.distributed.launching import under_torchrun
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks import sequence_split, step_graph, token_slices
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
@@ -76,14 +78,15 @@ def main() -> None:
     parser.add_argument("--process-group", action="store_true", help="messages by it, not by copies")
     parser.add_argument("--memsets", action="store_true", help="leave those of a graph what they are")
     parser.add_argument("--fuse", action="store_true", help="queries, keys and values in one product")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    try:
+        check(args)
+    except ValueError as error:
+        parser.error(str(error))
 
-    if args.alone:
-        device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
-    else:
-        device = rank_of_torchrun(args.device)
+    device = torch.device(args.device, 0) if args.alone else rank_of_torchrun(args.device)
     rows, first = [], args.alone or dist.get_rank() == 0
 
     if args.process_group or args.alone:
@@ -118,6 +121,21 @@ def main() -> None:
     if not args.alone:
         dist.destroy_process_group()
     sys.exit(int(wrong))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError."""
+    KNOWN_MODELS[args.model].sized(args.resolution, args.frames, None)
+    dict(map(setting, args.config))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU: give --device cpu, which has no kernels to tell apart")
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
+    if args.alone:
+        for mesh in args.mesh:
+            parse_mesh(mesh)
+    elif under_torchrun() and check_meshes(tuple(args.mesh)) != (world := int(os.environ["WORLD_SIZE"])):
+        raise ValueError(f"--mesh {args.mesh[0]} is of {ranks_of(args.mesh[0])} ranks, and torchrun started {world}")
 
 
 @torch.no_grad()

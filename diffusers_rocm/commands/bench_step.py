@@ -96,8 +96,9 @@ def check(args: argparse.Namespace) -> StepRequest:
             raise ValueError(f"--compare {peer}: there are {', '.join(PEERS)}")
         if peer != "cache-dit" and not on_gpus(args):
             raise ValueError(f"--compare {peer} runs on GPUs: leave it out on a CPU")
-    if "cache-dit" in peers and importlib.util.find_spec("cache_dit") is None:
-        raise ValueError("--compare cache-dit needs it installed: pip install 'cache-dit[parallelism]'")
+    for name in ("cache_dit", "einops") if "cache-dit" in peers else ():
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--compare cache-dit needs {name}: pip install 'cache-dit[parallelism]'")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
     return StepRequest(
@@ -229,6 +230,9 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
     # What peers cannot do is none of this run's failures.
     ours = (ONE, *request.meshes)
     bad = [row for row in rows if row.note.startswith("wrong") or row.note and row.name in ours]
+    peers = [row for row in rows if row.name not in ours]
+    if missing := sum(row.note.startswith("not run") for row in peers):
+        print(f"not run: {missing} of the peers' {len(peers)} rows", file=sys.stderr)
     if not bad:
         return 0
     names = "; ".join(f"{row.name}, {row.mode}" for row in bad)
