@@ -4,6 +4,7 @@ CUDA graphs; on ROCm, HIP graphs are behind the same functions of torch.
 """
 
 import functools
+import itertools
 import logging
 import operator
 import weakref
@@ -24,7 +25,7 @@ from ..distributed.choices import goes_through_host, memsets_become_kernels
 from ..distributed.graph_calls import call_of_a_graph, current_call
 from ..distributed.links import reaches_host
 from ..distributed.peer_memory import forget_places
-from ..distributed.quantized import is_quantized
+from ..distributed.quantized import is_quantized, parts
 from .around_call import AroundCall
 from .group_offload import is_offloaded
 
@@ -87,6 +88,14 @@ class _Kind:
     answer: Any = None
     replay: Callable[[], None] | None = None
 
+    def step(self, leaves: list[Any]) -> Any:
+        """Replay with these arguments: an answer of its own, which the GPU has yet to make."""
+        tensors = (x for x in leaves if isinstance(x, Tensor))
+        for static, x in zip(self.inputs, tensors, strict=True):
+            static.copy_(x, non_blocking=True)
+        self.replay()
+        return tree_map_only(Tensor, torch.clone, self.answer)
+
 
 class StepGraph(AroundCall):
     """Hangs on a model, innermost: what ranks compare and exchange around its call stays outside of the graph.
@@ -144,29 +153,36 @@ class StepGraph(AroundCall):
     def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         if torch.is_grad_enabled():
             return call(*args, **kwargs)
-        if self._fixed is None or not self._fixed.holds():
-            self.forget()
-            self._fixed = _Fixed(self._module)
         leaves, spec = tree_flatten((args, kwargs))
+        if self._fixed is None or not self._fixed.has_its_memory():
+            self._fix()
         kind = self._kind(spec, leaves)
+        replayed = kind.replay is not None
+        answer = kind.step(leaves) if replayed else None
+        # Asked while the GPU has something to do. Modules that are no more are kept by `_fixed`, with their memory, so
+        # that what was replayed has done no harm.
+        if not self._fixed.has_its_modules():
+            self._fix()
+            kind = self._kind(spec, leaves)
+        elif replayed:
+            return answer
         kind.calls += 1
-        if self._slices is not None and kind.replay is None:
+        if self._slices is not None:
             self._slices.look()
         if kind.calls <= WARM_UP:
             with call_of_a_graph(captured=False):
                 return call(*args, **kwargs)
-        if kind.replay is None:
-            try:
-                with fail_together(f"capture a step of this {type(self._module).__name__}", self._sharing):
-                    self._capture(kind, call, leaves)
-            except Exception:
-                self.forget()  # on all ranks: a graph of some of them would wait for the others
-                raise
-        tensors = (x for x in leaves if isinstance(x, Tensor))
-        for static, x in zip(kind.inputs, tensors, strict=True):
-            static.copy_(x, non_blocking=True)
-        kind.replay()
-        return tree_map_only(Tensor, torch.clone, kind.answer)
+        try:
+            with fail_together(f"capture a step of this {type(self._module).__name__}", self._sharing):
+                self._capture(kind, call, leaves)
+        except Exception:
+            self.forget()  # on all ranks: a graph of some of them would wait for the others
+            raise
+        return kind.step(leaves)
+
+    def _fix(self) -> None:
+        self.forget()
+        self._fixed = _Fixed(self._module)
 
     def _kind(self, spec: TreeSpec, leaves: list[Any]) -> _Kind:
         device = next(self._module.parameters()).device.type
@@ -214,8 +230,9 @@ class _Fixed:
     """What a graph takes for granted: modules, processors and forwards, and where weights and buffers are.
 
     Of these the address, and the memory itself: other memory may come to lie at the same address on some ranks and not
-    on others, and all must make their graphs anew alike. Asked before each step, of thousands: in loops that are not
-    Python's own.
+    on others, and all must make their graphs anew alike. Asked in each step, of thousands: in loops that are not
+    Python's own. A rank that is late with its step has the others wait, so that before it only that is asked without
+    which a replay would read memory that is not there.
     """
 
     def __init__(self, model: nn.Module):
@@ -227,14 +244,20 @@ class _Fixed:
             for tensors in (module._parameters, module._buffers):
                 fixed += [(tensors, name, x) for name, x in tensors.items()]
         self._dicts, self._names, self._values = zip(*fixed, strict=True)
-        self._tensors = [x for x in self._values if isinstance(x, Tensor) and not is_quantized(x)]
-        self._addresses = [x.data_ptr() for x in self._tensors]
-        self._memory = [StorageWeakRef(x.untyped_storage()) for x in self._tensors]
+        tensors = [x for x in self._values if isinstance(x, Tensor)]
+        self._plain = [x for x in tensors if not is_quantized(x)]
+        # Parts of those that are, by their names: they may be others later.
+        self._parts = [(x, name) for x in tensors if is_quantized(x) for name in parts(x)]
+        self._addresses = self._found()
+        made_of = (part for x in tensors for part in parts(x).values())
+        self._memory = [StorageWeakRef(part.untyped_storage()) for part in made_of]
         self._references = [each.cdata for each in self._memory]
 
-    def holds(self) -> bool:
-        return (
-            all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and not any(map(torch.UntypedStorage._expired, self._references))
-        )
+    def has_its_memory(self) -> bool:
+        return not any(map(torch.UntypedStorage._expired, self._references)) and self._found() == self._addresses
+
+    def has_its_modules(self) -> bool:
+        return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
+
+    def _found(self) -> list[int]:
+        return list(map(Tensor.data_ptr, itertools.chain(self._plain, itertools.starmap(getattr, self._parts))))

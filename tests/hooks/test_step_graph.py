@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline, FirstBlockCacheConfig
 from packaging.version import Version
 from parameterized import parameterized
 from torch.utils._pytree import tree_leaves
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
 from diffusers_rocm.hooks import step_graph
@@ -141,6 +142,10 @@ def changes_worker() -> dict[str, int]:
         holder = next(module for module in model.modules() if module._buffers)
         holder._buffers |= {name: x.clone() for name, x in holder._buffers.items()}
         use("buffer", kinds[1])
+        quantize_(model.proj_out, Int8WeightOnlyConfig(version=2))
+        use("quantised", kinds[1])
+        model.proj_out.weight.scale = model.proj_out.weight.scale.clone()
+        use("address of a part", kinds[1])
         text = {"encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)}
         for scale in range(1, KEPT + 1):
             use("text", {**kinds[1], **text})
@@ -274,8 +279,40 @@ class TestStepGraph(unittest.TestCase):
         for counts in run_ranks(2, changes_worker):
             assert counts.pop("kept") == KEPT
             many = [counts.pop(name) for name in ("text", *(f"scale {scale}" for scale in range(1, KEPT + 1)))]
-            assert counts.pop("scale 1 again") == 19 and many == [18, 15, 16, 17, 18], (counts, many)
-            assert list(counts.values()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], counts
+            assert counts.pop("scale 1 again") == 21 and many == [20, 17, 18, 19, 20], (counts, many)
+            assert list(counts.values()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], counts
+
+    @torch.no_grad()
+    def test_what_is_asked_before_a_replay(self):
+        """Whether its memory is there, no more: what takes longer is asked while the GPU is at it, and an answer of
+        modules that are no more is nobody's."""
+        model, x, said = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), []
+        kept = {name: getattr(step_graph._Fixed, name) for name in ("has_its_memory", "has_its_modules")}
+
+        def record(call, *_):
+            captured, answer = model[0], call()
+            return lambda: (said.append("replay"), answer.copy_(captured(x))), answer, None
+
+        def asked(name):
+            return lambda fixed: (said.append(name), kept[name](fixed))[1]
+
+        def call() -> list[str]:
+            said.clear()
+            assert torch.equal(model(x), model[0](x))
+            return [*said]
+
+        with mock.patch.multiple(step_graph._Fixed, **{name: asked(name) for name in kept}):
+            with mock.patch.object(step_graph, "record", record):
+                StepGraph(model)
+                for _ in range(WARM_UP + 1):
+                    call()
+                assert call() == ["has_its_memory", "replay", "has_its_modules"]
+                model[0] = torch.nn.Linear(2, 2)
+                assert call() == ["has_its_memory", "replay", "has_its_modules"]
+                for _ in range(WARM_UP):
+                    call()
+                model[0].weight.data = model[0].weight + 1
+                assert call() == ["has_its_memory", "has_its_modules"]
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):
