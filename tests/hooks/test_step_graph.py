@@ -29,6 +29,7 @@ from ..models.transformers.test_models_transformer_wan import WanTransformerTest
 from ..testing_utils import (
     message_of,
     relative_l2,
+    require_torch_accelerator,
     require_torch_accelerators,
     require_torch_multi_accelerator,
     run_ranks,
@@ -363,6 +364,36 @@ def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dty
     torch.cuda.synchronize()
     graph.remove()
     return errors
+
+
+@require_torch_accelerator
+class TestStepGraphOfOne(unittest.TestCase):
+    @torch.no_grad()
+    def test_weights_that_go_and_modules_that_change(self):
+        """What was launched with modules that are no more is nobody's answer; memory that is no more is not read."""
+        device = torch.device("cuda")
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(device)
+        StepGraph(model)
+
+        def check() -> None:
+            for step in range(WARM_UP + 3):
+                x = randn(4, 2048, seed=step).to(device)
+                found, wanted = model(x), x
+                for layer in model:
+                    wanted = layer(wanted)
+                assert torch.equal(found, wanted)
+
+        check()
+        model[3] = torch.nn.Linear(2048, 2048, device=device)
+        torch.cuda.empty_cache()
+        check()
+        model.to("cpu")
+        torch.cuda.empty_cache()
+        model.to(device)
+        check()
+        model[5].weight.data = model[5].weight + 1
+        torch.cuda.empty_cache()
+        check()
 
 
 @require_torch_multi_accelerator
