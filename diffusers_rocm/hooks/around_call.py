@@ -27,6 +27,9 @@ class AroundCall:
         """Stands for `call(*args, **kwargs)`."""
         raise NotImplementedError
 
+    def before_moving(self) -> None:
+        """The module's weights go to another device, or become another dtype."""
+
     def remove(self) -> None:
         self._module.around_call.remove(self)
         if not self._module.around_call:
@@ -49,6 +52,11 @@ def _around_class(cls: type[nn.Module]) -> type[nn.Module]:
             for each in self.around_call:
                 call = functools.partial(_one, each, call)
             return call(*args, **kwargs)
+
+        def _apply(self, *args, **kwargs):
+            for each in self.around_call:
+                each.before_moving()
+            return super()._apply(*args, **kwargs)
 
     return Around
 

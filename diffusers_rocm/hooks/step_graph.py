@@ -4,7 +4,6 @@ CUDA graphs; on ROCm, HIP graphs are behind the same functions of torch.
 """
 
 import functools
-import itertools
 import logging
 import operator
 import weakref
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from ..distributed import graph_memsets, host_memory
@@ -102,7 +100,8 @@ class StepGraph(AroundCall):
 
     All ranks hang it alike: they try whether messages can go by copies, which they do from then on. Blocks
     are compiled after, not before. Calls that require gradients run as ever. Another kind of call has a graph of its
-    own; when a weight lies elsewhere than before, or modules are others, all graphs are made anew.
+    own; when a weight lies elsewhere than before, or modules are others, all graphs are made anew. Hooks that come
+    later, and attributes that are neither, change nothing in a graph.
 
     Raises (its calls):
         ValueError: the model does something that no graph can hold: adapters that are not fused, weights that come for
@@ -132,7 +131,7 @@ class StepGraph(AroundCall):
             )
 
     def forget(self) -> None:
-        """Let the graphs go, and the memory that they hold."""
+        """Let the graphs go, and the memory that they hold, of weights that have gone elsewhere, too."""
         self._kinds: list[_Kind] = []
         self._fixed: _Fixed | None = None
         self._pool = None
@@ -141,6 +140,9 @@ class StepGraph(AroundCall):
         """Whether the model's messages may go by a group."""
         parallelism = getattr(self._module, "parallelism", None)
         return parallelism is not None and any(axis.group == group for axis in vars(parallelism.axes).values())
+
+    def before_moving(self) -> None:
+        self.forget()
 
     def remove(self) -> None:
         self.forget()
@@ -154,15 +156,14 @@ class StepGraph(AroundCall):
         if torch.is_grad_enabled():
             return call(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        if self._fixed is None or not self._fixed.has_its_memory():
-            self._fix()
         kind = self._kind(spec, leaves)
         replayed = kind.replay is not None
         answer = kind.step(leaves) if replayed else None
-        # Asked while the GPU has something to do. Modules that are no more are kept by `_fixed`, with their memory, so
-        # that what was replayed has done no harm.
-        if not self._fixed.has_its_modules():
-            self._fix()
+        # Asked while the GPU has something to do, and by all ranks after the same messages. What was replayed in vain
+        # has done no harm.
+        if self._fixed is None or not self._fixed.holds():
+            self.forget()
+            self._fixed = _Fixed(self._module)
             kind = self._kind(spec, leaves)
         elif replayed:
             return answer
@@ -179,10 +180,6 @@ class StepGraph(AroundCall):
             self.forget()  # on all ranks: a graph of some of them would wait for the others
             raise
         return kind.step(leaves)
-
-    def _fix(self) -> None:
-        self.forget()
-        self._fixed = _Fixed(self._module)
 
     def _kind(self, spec: TreeSpec, leaves: list[Any]) -> _Kind:
         device = next(self._module.parameters()).device.type
@@ -229,35 +226,35 @@ def _describe(leaf: Any) -> tuple:
 class _Fixed:
     """What a graph takes for granted: modules, processors and forwards, and where weights and buffers are.
 
-    Of these the address, and the memory itself: other memory may come to lie at the same address on some ranks and not
-    on others, and all must make their graphs anew alike. Asked in each step, of thousands: in loops that are not
-    Python's own. A rank that is late with its step has the others wait, so that before it only that is asked without
-    which a replay would read memory that is not there.
+    Their memory is kept, so that a replay can come before the question whether all is as it was. That is asked of
+    thousands, in loops that are not Python's own, and takes the host longer than the launch; a rank that is late has
+    the others wait.
     """
 
     def __init__(self, model: nn.Module):
         fixed: list[tuple[dict, str, Any]] = []
+        self._whole: list[dict] = []
         for module in model.modules():
-            fixed += [(module._modules, name, child) for name, child in module._modules.items()]
+            whole = (module._modules, module._parameters, module._buffers)
+            fixed += [(each, name, x) for each in whole for name, x in each.items()]
             # Offloading and caches replace a forward.
             fixed += [(vars(module), name, vars(module).get(name)) for name in ("processor", "forward")]
-            for tensors in (module._parameters, module._buffers):
-                fixed += [(tensors, name, x) for name, x in tensors.items()]
+            self._whole += whole
         self._dicts, self._names, self._values = zip(*fixed, strict=True)
+        self._sizes = list(map(len, self._whole))
         tensors = [x for x in self._values if isinstance(x, Tensor)]
         self._plain = [x for x in tensors if not is_quantized(x)]
-        # Parts of those that are, by their names: they may be others later.
-        self._parts = [(x, name) for x in tensors if is_quantized(x) for name in parts(x)]
+        self._quantized = [x for x in tensors if is_quantized(x)]
         self._addresses = self._found()
-        made_of = (part for x in tensors for part in parts(x).values())
-        self._memory = [StorageWeakRef(part.untyped_storage()) for part in made_of]
-        self._references = [each.cdata for each in self._memory]
+        self._memory = [part.untyped_storage() for x in tensors for part in parts(x).values()]
 
-    def has_its_memory(self) -> bool:
-        return not any(map(torch.UntypedStorage._expired, self._references)) and self._found() == self._addresses
-
-    def has_its_modules(self) -> bool:
-        return all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
+    def holds(self) -> bool:
+        return (
+            all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
+            and list(map(len, self._whole)) == self._sizes
+            and self._found() == self._addresses
+        )
 
     def _found(self) -> list[int]:
-        return list(map(Tensor.data_ptr, itertools.chain(self._plain, itertools.starmap(getattr, self._parts))))
+        of_quantized = (part.data_ptr() for x in self._quantized for part in parts(x).values())
+        return [*map(Tensor.data_ptr, self._plain), *of_quantized]

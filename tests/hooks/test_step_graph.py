@@ -1,6 +1,7 @@
 """A step as a graph: emulated where there is no GPU, by a capture that keeps the call and its inputs."""
 
 import contextlib
+import copy
 import itertools
 import math
 import unittest
@@ -14,6 +15,7 @@ import torch
 from diffusers import DiffusionPipeline, FirstBlockCacheConfig
 from packaging.version import Version
 from parameterized import parameterized
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -96,19 +98,12 @@ def parity_worker(name: str, degrees: dict[str, int]) -> dict:
     return {"errors": errors, "captures": recorder.captures, "removed": relative_l2(plain, wanted[0])}
 
 
-def placed_in(memory: torch.Tensor) -> torch.Tensor:
-    """A tensor at the address of another, in a storage of its own."""
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes)
-    return torch.empty(0, dtype=memory.dtype).set_(storage, 0, memory.shape, memory.stride())
-
-
 @torch.no_grad()
 def changes_worker() -> dict[str, int]:
     """How many graphs were captured in all after each change of the calls or of the model, each used some times."""
     config = FluxTransformerTesterConfig()
     model, counts = config.get_model(), {}
     model.enable_parallelism(config=ParallelConfig(tp=2))
-    memory = model.x_embedder.weight.clone()
     kinds = {rows: config.get_inputs(rows) for rows in (1, 2)}
     StepGraph(model)
 
@@ -131,9 +126,8 @@ def changes_worker() -> dict[str, int]:
         use("weights", kinds[1])
         model.x_embedder.weight.data = model.x_embedder.weight.clone()
         use("address", kinds[1])
-        for name in ("moved", "moved to the same address"):
-            model.x_embedder.weight.data = placed_in(memory)
-            use(name, kinds[1])
+        model.proj_out.register_parameter("another", None)
+        use("a name more", kinds[1])
         model.proj_out.forward = model.proj_out.forward  # as offloading puts its own there
         use("forward", kinds[1])
         attention = model.transformer_blocks[0].attn
@@ -147,6 +141,10 @@ def changes_worker() -> dict[str, int]:
         use("quantised", kinds[1])
         model.proj_out.weight.scale = model.proj_out.weight.scale.clone()
         use("address of a part", kinds[1])
+        old, model.proj_out = model.proj_out, copy.deepcopy(model.proj_out)
+        if torch.distributed.get_rank() == 0:
+            old.weight.scale = old.weight.scale.clone()
+        use("a module, and on one rank the old one's weights", kinds[1])
         text = {"encoder_hidden_states": randn(1, 4, 32, seed=0), "txt_ids": torch.zeros(4, 3)}
         for scale in range(1, KEPT + 1):
             use("text", {**kinds[1], **text})
@@ -284,36 +282,46 @@ class TestStepGraph(unittest.TestCase):
             assert list(counts.values()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], counts
 
     @torch.no_grad()
-    def test_what_is_asked_before_a_replay(self):
-        """Whether its memory is there, no more: what takes longer is asked while the GPU is at it, and an answer of
-        modules that are no more is nobody's."""
+    def test_what_is_asked_while_a_step_is_replayed(self):
+        """An answer of modules that are no more is nobody's; their memory is there until then, unless all is moved."""
         model, x, said = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), []
-        kept = {name: getattr(step_graph._Fixed, name) for name in ("has_its_memory", "has_its_modules")}
+        holds = step_graph._Fixed.holds
 
         def record(call, *_):
             captured, answer = model[0], call()
             return lambda: (said.append("replay"), answer.copy_(captured(x))), answer, None
 
-        def asked(name):
-            return lambda fixed: (said.append(name), kept[name](fixed))[1]
+        def asked(fixed):
+            said.append("asked")
+            return holds(fixed)
 
         def call() -> list[str]:
             said.clear()
             assert torch.equal(model(x), model[0](x))
             return [*said]
 
-        with mock.patch.multiple(step_graph._Fixed, **{name: asked(name) for name in kept}):
-            with mock.patch.object(step_graph, "record", record):
-                StepGraph(model)
+        def memory() -> StorageWeakRef:
+            return StorageWeakRef(model[0].weight.untyped_storage())
+
+        with mock.patch.object(step_graph._Fixed, "holds", asked), mock.patch.object(step_graph, "record", record):
+            StepGraph(model)
+            for change in (
+                lambda: setattr(model, "0", torch.nn.Linear(2, 2)),
+                lambda: model.append(torch.nn.Identity()),
+            ):
                 for _ in range(WARM_UP + 1):
                     call()
-                assert call() == ["has_its_memory", "replay", "has_its_modules"]
-                model[0] = torch.nn.Linear(2, 2)
-                assert call() == ["has_its_memory", "replay", "has_its_modules"]
-                for _ in range(WARM_UP):
-                    call()
-                model[0].weight.data = model[0].weight + 1
-                assert call() == ["has_its_memory", "has_its_modules"]
+                assert call() == ["replay", "asked"]
+                change()
+                assert call() == ["replay", "asked"] and call() == ["asked"]
+            kept = memory()
+            model[0].weight.data = model[0].weight + 1
+            assert not kept.expired()
+            call()
+            assert kept.expired()
+            kept = memory()
+            model.double()
+            assert kept.expired()
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):
