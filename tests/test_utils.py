@@ -42,15 +42,27 @@ class TestScripts(unittest.TestCase):
         [
             ("kernels", ["--alone", "--device", "cpu", "--mesh", "foo"], "--mesh foo: 'foo' is none of cfg=N"),
             ("kernels", ["--alone", "--device", "cpu", "--resolution", "7"], "a height of 7 is no multiple of 16"),
-            ("kernels", ["--device", "cpu", "--repeats", "0"], "--repeats must be at least 1; got 0"),
-            ("kernels", ["--device", "cpu"], "no ranks: start it by torchrun --nproc_per_node=2 "),
+            (
+                "kernels",
+                ["--alone", "--device", "cpu", "--config", "foo=1"],
+                "FluxTransformer2DModel cannot be had with",
+            ),
+            ("kernels", ["--alone", "--device", "cpu"], "--mode compile+graph needs a GPU: give --mode eager"),
+            ("kernels", ["--device", "cpu", "--mode", "eager"], "no ranks: start it by torchrun --nproc_per_node=2 "),
+            ("kernels", ["--json", "{folder}"], "is a folder, or in none that exists"),
             ("attention", ["--dtype", "foo"], "--dtype: invalid choice: 'foo'"),
+            ("attention", ["--tokens", "0"], "--tokens: 0 is not a number of at least 1"),
             ("overlap", [], "no ranks: start it by torchrun --nproc_per_node=2 "),
+            *(
+                (name, ["--repeats", "0"], "--repeats: 0 is not a number of at least 1")
+                for name in ("attention", "collectives", "guard", "host_memory", "kernels", "overlap")
+            ),
         ]
     )
     def test_message(self, name, arguments, message):
         """In the last line, which is no traceback's."""
-        command = [sys.executable, str(UTILS / f"bench_{name}.py"), *arguments]
+        given = [each.format(folder=UTILS) for each in arguments]
+        command = [sys.executable, str(UTILS / f"bench_{name}.py"), *given]
         run = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert run.returncode and message in run.stderr.splitlines()[-1], run.stderr
         assert "Traceback" not in run.stderr, run.stderr

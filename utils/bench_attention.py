@@ -11,10 +11,10 @@ import argparse
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -29,12 +29,12 @@ from diffusers_rocm.models.attention_parallel import Layout, attention
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[65536])
-    parser.add_argument("--heads", type=int, default=24)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[65536])
+    parser.add_argument("--heads", type=positive, default=24)
     parser.add_argument("--kernel", choices=KERNELS, help="default: the fastest")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--out", type=new_file, help="write the rows as JSON")
     args = parser.parse_args()
     device = rank_of_torchrun()
     rows = {tokens: measure(args, tokens, device) for tokens in args.tokens}

@@ -12,10 +12,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -39,12 +39,12 @@ def microseconds(collective: Callable[[], object], clock: Clock, repeats: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--image", type=int, default=4096, help="image tokens")
-    parser.add_argument("--text", type=int, default=512, help="text tokens")
-    parser.add_argument("--width", type=int, default=3072)
-    parser.add_argument("--hop", type=int, default=16512, help="tokens whose keys and values go round the ring")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--image", type=positive, default=4096, help="image tokens")
+    parser.add_argument("--text", type=positive, default=512, help="text tokens")
+    parser.add_argument("--width", type=positive, default=3072)
+    parser.add_argument("--hop", type=positive, default=16512, help="tokens whose keys and values go round the ring")
+    parser.add_argument("--repeats", type=positive, default=30)
+    parser.add_argument("--out", type=new_file, help="write the rows as JSON")
     args = parser.parse_args()
     device = rank_of_torchrun()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -13,10 +13,10 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import new_file, positive
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from ranks import rank_of_torchrun
 from versions import versions
@@ -56,17 +56,17 @@ class Stopwatch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ulysses", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--resolution", type=int, default=1024)
-    parser.add_argument("--double", type=int, default=19)
-    parser.add_argument("--single", type=int, default=38)
-    parser.add_argument("--width", type=int, default=3072)
+    parser.add_argument("--tp", type=positive, default=1)
+    parser.add_argument("--ulysses", type=positive, default=1)
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--repeats", type=positive, default=4)
+    parser.add_argument("--resolution", type=positive, default=1024)
+    parser.add_argument("--double", type=positive, default=19)
+    parser.add_argument("--single", type=positive, default=38)
+    parser.add_argument("--width", type=positive, default=3072)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--out", type=new_file, help="write the rows as JSON")
     args = parser.parse_args()
     shape = {"num_layers": args.double, "num_single_layers": args.single, "num_attention_heads": args.width // 128}
     device = rank_of_torchrun()

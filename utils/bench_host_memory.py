@@ -13,10 +13,10 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -58,10 +58,10 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slots", type=int, nargs="+", default=[host_memory.SLOTS])
-    parser.add_argument("--kib", type=int, nargs="+", default=[host_memory.SLOT >> 10], help="of a slot")
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--slots", type=positive, nargs="+", default=[host_memory.SLOTS])
+    parser.add_argument("--kib", type=positive, nargs="+", default=[host_memory.SLOT >> 10], help="of a slot")
+    parser.add_argument("--repeats", type=positive, default=10)
+    parser.add_argument("--out", type=new_file, help="write the rows as JSON")
     args = parser.parse_args()
     device = rank_of_torchrun("cuda")
     axis, clock, rows = Axis.of_all(), Clock(device), {}

@@ -25,18 +25,18 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from torch.utils._pytree import tree_leaves
 from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.distance import bar_of, distance
-from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs
+from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs, made
 from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, check_meshes, parse_mesh, ranks_of
 from diffusers_rocm.commands.bench_step import setting
 from diffusers_rocm.distributed.axis import Axis
@@ -70,16 +70,16 @@ def main() -> None:
     parser.add_argument("--model", choices=KNOWN_MODELS, default="flux")
     parser.add_argument("--mesh", nargs="+", default=["ulysses=4", "ring=4", "tp=4"])
     parser.add_argument("--mode", nargs="+", choices=MODES, default=["compile+graph"])
-    parser.add_argument("--resolution", type=int)
-    parser.add_argument("--frames", type=int)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--resolution", type=positive)
+    parser.add_argument("--frames", type=positive)
+    parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--config", nargs="+", default=[], metavar="NAME=VALUE", help="what differs from the model's")
     parser.add_argument("--wait", choices=WAYS_TO_WAIT, help="in compiled code; default: as the links are")
     parser.add_argument("--process-group", action="store_true", help="messages by it, not by copies")
     parser.add_argument("--memsets", action="store_true", help="leave those of a graph what they are")
     parser.add_argument("--fuse", action="store_true", help="queries, keys and values in one product")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file)
     args = parser.parse_args()
     try:
         check(args)
@@ -125,17 +125,18 @@ def main() -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError."""
-    KNOWN_MODELS[args.model].sized(args.resolution, args.frames, None)
-    dict(map(setting, args.config))
+    known = KNOWN_MODELS[args.model]
+    known.sized(args.resolution, args.frames, None)
+    made(known, dict(map(setting, args.config)))
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("there is no GPU: give --device cpu, which has no kernels to tell apart")
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1; got {args.repeats}")
     if args.alone:
         for mesh in args.mesh:
             parse_mesh(mesh)
     elif under_torchrun() and check_meshes(tuple(args.mesh)) != (world := int(os.environ["WORLD_SIZE"])):
         raise ValueError(f"--mesh {args.mesh[0]} is of {ranks_of(args.mesh[0])} ranks, and torchrun started {world}")
+    if args.device == "cpu" and any("graph" in mode for mode in args.mode):
+        raise ValueError(f"--mode {' '.join(args.mode)} needs a GPU: give --mode eager")
 
 
 @torch.no_grad()

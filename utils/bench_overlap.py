@@ -15,13 +15,13 @@ import functools
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -171,13 +171,13 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[2304, 1152], help="tokens of a rank")
-    parser.add_argument("--sums", type=int, nargs="+", default=[4608, 512], help="tokens of a sum")
-    parser.add_argument("--width", type=int, default=3072)
+    parser.add_argument("--rows", type=positive, nargs="+", default=[2304, 1152], help="tokens of a rank")
+    parser.add_argument("--sums", type=positive, nargs="+", default=[4608, 512], help="tokens of a sum")
+    parser.add_argument("--width", type=positive, default=3072)
     parser.add_argument("--free", type=int, nargs="*", default=[16, 32], help="multiprocessors left to a message")
     parser.add_argument("--no-symmetric", action="store_true", help="NCCL alone")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--repeats", type=positive, default=20)
+    parser.add_argument("--out", type=new_file, help="write the rows as JSON")
     args = parser.parse_args()
     bench = Bench(args, rank_of_torchrun())
     for rows in args.rows:
