@@ -96,7 +96,8 @@ class _Kind:
 
 
 class StepGraph(AroundCall):
-    """Hangs on a model, innermost: what ranks compare and exchange around its call stays outside of the graph.
+    """Hangs on a model, innermost: what ranks compare and exchange around its call stays outside of the graph. It goes
+    when the model is no longer parallel.
 
     All ranks hang it alike: they try whether messages can go by copies, which they do from then on. Blocks
     are compiled after, not before. Calls that require gradients run as ever. Another kind of call has a graph of its
@@ -117,6 +118,8 @@ class StepGraph(AroundCall):
         parallelism = getattr(model, "parallelism", None)
         self._split, self._slices = getattr(parallelism, "split", None), getattr(parallelism, "slices", None)
         self._sharing = Axis.single("model") if parallelism is None else parallelism.axes.model
+        self._siblings = [] if parallelism is None else parallelism.hooks
+        self._siblings.append(self)
         if parallelism is not None:
             for axis in (parallelism.axes.ring, parallelism.axes.ulysses, parallelism.axes.tp):
                 if goes_through_host(axis):
@@ -145,6 +148,8 @@ class StepGraph(AroundCall):
         self.forget()
 
     def remove(self) -> None:
+        if self in self._siblings:  # unless the model is what removes it
+            self._siblings.remove(self)
         self.forget()
         if self._split is not None:
             self._split.by_copies(False)

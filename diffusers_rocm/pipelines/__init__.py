@@ -71,7 +71,7 @@ def parallelize(
         denoisers[0].parallelism.hooks.append(share_vae(pipe.vae, vae, axes.replica))
     if graph:
         for denoiser in denoisers:
-            denoiser.parallelism.hooks.append(StepGraph(denoiser))
+            StepGraph(denoiser)
     if axes.world.size == 1:
         return axes
     for denoiser, hook in guard_ranks(pipe, denoisers, rank_check):

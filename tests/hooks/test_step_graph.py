@@ -155,6 +155,22 @@ def changes_worker() -> dict[str, int]:
     return counts
 
 
+@torch.no_grad()
+def alone_worker() -> float | None:
+    """The first rank's error in what it computes by itself, when the model is no longer parallel."""
+    config = FluxTransformerTesterConfig()
+    model, inputs = config.get_model(), config.get_inputs(1)
+    wanted = config.get_output(model, inputs)
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+    with emulated():
+        StepGraph(model)
+        for _ in range(WARM_UP + 1):
+            config.get_output(model, inputs)
+        model.disable_parallelism()
+        assert not hasattr(model, "around_call")
+        return relative_l2(config.get_output(model, inputs), wanted) if torch.distributed.get_rank() == 0 else None
+
+
 def refusals_worker() -> dict[str, str]:
     config, messages = FluxTransformerTesterConfig(), {}
 
@@ -332,6 +348,10 @@ class TestStepGraph(unittest.TestCase):
                 assert "brought to the device one by one" in messages["group offload"]
             assert messages["host"].endswith("leave graphs out: operation not permitted when stream is capturing")
             assert "needs a GPU of CUDA or ROCm" in messages["no GPU"]
+
+    def test_goes_with_the_parallelism(self):
+        error, _ = run_ranks(2, alone_worker)
+        assert error <= FLOAT32_BAR
 
     def test_gradients_pass_by(self):
         for captures, trained in run_ranks(2, gradients_worker):
