@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from ..distributed.peer_memory import held_bytes
 from ..distributed.quantized import parts
+from ..hooks.around_call import AroundCall
 from .denoisers import denoisers_of
 
 
@@ -74,9 +76,9 @@ class StagePeaks:
         self._stage = ""
 
     def watch(self, pipe: DiffusionPipeline) -> None:
-        """Denoising begins with the first forward of a transformer, decoding with the VAE's `decode`."""
+        """Denoising begins with the first call of a transformer, decoding with the VAE's `decode`."""
         for denoiser in denoisers_of(pipe):
-            denoiser.register_forward_pre_hook(lambda *_: self.begin("denoise"))
+            _Watched(denoiser, self)
         vae = getattr(pipe, "vae", None)
         if vae is not None:
             decode = vae.decode
@@ -86,3 +88,15 @@ class StagePeaks:
                 return decode(*args, **kwargs)
 
             vae.decode = watched
+
+
+class _Watched(AroundCall):
+    """No hook of torch: a step that is replayed from a graph calls none."""
+
+    def __init__(self, denoiser: nn.Module, stages: StagePeaks):
+        super().__init__(denoiser)
+        self._stages = stages
+
+    def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        self._stages.begin("denoise")
+        return call(*args, **kwargs)

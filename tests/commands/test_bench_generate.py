@@ -11,13 +11,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from parameterized import parameterized
 
-from diffusers_rocm import commands
+from diffusers_rocm import commands, pipelines
 from diffusers_rocm.benchmarks import whole_run
 from diffusers_rocm.benchmarks.step import ONE
 from diffusers_rocm.benchmarks.whole_run import STAGES, Run, measure_runs, runs_table
+from diffusers_rocm.hooks import step_graph
+from diffusers_rocm.hooks.step_graph import WARM_UP
 from diffusers_rocm.models import attention_parallel
 from diffusers_rocm.pipelines.generation import GenerationRequest
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
@@ -46,6 +49,18 @@ def other_picture_worker() -> list[Run]:
 
 def rounded_worker() -> list[Run]:
     return measure_runs(replace(REQUEST, communication="int8"), ("ulysses=2",), repeats=1)
+
+
+def graph_worker() -> list[Run]:
+    """Steps that are replayed, of which none calls the model's forward."""
+
+    def record(call, *_):
+        answer = call()
+        return lambda: None, answer, None
+
+    has_a_gpu = mock.Mock(wraps=torch, cuda=mock.Mock(wraps=torch.cuda, is_available=lambda: True))
+    with mock.patch.object(step_graph, "record", record), mock.patch.object(pipelines, "torch", has_a_gpu):
+        return measure_runs(replace(REQUEST, steps=WARM_UP + 4, graph=True), ("tp=2",), repeats=1)
 
 
 def guidance_worker(dtype: str) -> list[Run]:
@@ -105,6 +120,12 @@ class TestBenchGenerate(unittest.TestCase):
                 counts = {name: len(times) for name, times in run.times.items()}
                 assert counts == dict.fromkeys(STAGES, 6) | {"load": 3}, counts
                 assert len(run.pictures) == 6 and run.distance <= 1e-5, run
+
+    def test_stages_of_graphs(self):
+        """A step that is replayed is a part of denoising, too."""
+        for runs in run_ranks(2, graph_worker):
+            for run in runs:
+                assert run.note == "" and run.times["denoise"][0] > 0, run
 
     def test_another_picture(self):
         for one, tp in run_ranks(2, other_picture_worker):
