@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from arguments import new_file, positive
+from arguments import Parser, new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -28,7 +28,7 @@ from diffusers_rocm.models.attention_parallel import Layout, attention
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=positive, nargs="+", default=[65536])
     parser.add_argument("--heads", type=positive, default=24)
     parser.add_argument("--kernel", choices=KERNELS, help="default: the fastest")

@@ -7,7 +7,6 @@ both worth a shared buffer? What does a round of latency cost, by a gather of on
 the ring better sent as a batch of two messages or as an all-to-all in which each rank has one receiver?
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import new_file, positive
+from arguments import Parser, new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -38,7 +37,7 @@ def microseconds(collective: Callable[[], object], clock: Clock, repeats: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--image", type=positive, default=4096, help="image tokens")
     parser.add_argument("--text", type=positive, default=512, help="text tokens")
     parser.add_argument("--width", type=positive, default=3072)

@@ -7,7 +7,6 @@ by itself: all ranks wait for each other before it, and for their devices after 
 charged with another rank's delay. Random bf16 weights.
 """
 
-import argparse
 import functools
 import json
 import statistics
@@ -16,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import new_file, positive
+from arguments import Parser, new_file, positive
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from ranks import rank_of_torchrun
 from versions import versions
@@ -55,7 +54,7 @@ class Stopwatch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=positive, default=1)
     parser.add_argument("--ulysses", type=positive, default=1)
     parser.add_argument("--steps", type=positive, default=20)

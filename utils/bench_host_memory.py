@@ -7,7 +7,6 @@ goes back, and of tensor parallelism a slice of all tokens, each exact and in 8 
 in a graph, and waited for each time; the same by the process group. The slowest rank's time counts.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -16,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import new_file, positive
+from arguments import Parser, new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -57,7 +56,7 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=positive, nargs="+", default=[host_memory.SLOTS])
     parser.add_argument("--kib", type=positive, nargs="+", default=[host_memory.SLOT >> 10], help="of a slot")
     parser.add_argument("--repeats", type=positive, default=10)

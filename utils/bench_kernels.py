@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import new_file, positive
+from arguments import Parser, new_file, positive
 from ranks import rank_of_torchrun
 from torch.utils._pytree import tree_leaves
 from versions import versions
@@ -65,7 +65,7 @@ WAYS_TO_WAIT = {"at-once": {}, "late": HIDE_MESSAGES}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--alone", action="store_true", help="one rank of each mesh by itself")
     parser.add_argument("--model", choices=KNOWN_MODELS, default="flux")
     parser.add_argument("--mesh", nargs="+", default=["ulysses=4", "ring=4", "tp=4"])

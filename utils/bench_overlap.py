@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
-from arguments import new_file, positive
+from arguments import Parser, new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
@@ -170,7 +170,7 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=positive, nargs="+", default=[2304, 1152], help="tokens of a rank")
     parser.add_argument("--sums", type=positive, nargs="+", default=[4608, 512], help="tokens of a sum")
     parser.add_argument("--width", type=positive, default=3072)
