@@ -2,13 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """In one line, without the usage: each rank says it."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def positive(text: str) -> int:

@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from arguments import Parser, new_file, positive
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
 from diffusers_rocm import ContextParallelConfig
 from diffusers_rocm.benchmarks.step import Clock
+from diffusers_rocm.commands import Parser
 from diffusers_rocm.distributed.beside import pass_on
 from diffusers_rocm.models.attention_dispatch import choose_kernel
 from diffusers_rocm.models.attention_kernels import KERNELS

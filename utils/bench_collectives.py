@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import Parser, new_file, positive
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
 from diffusers_rocm.benchmarks.step import Clock
+from diffusers_rocm.commands import Parser
 
 
 def microseconds(collective: Callable[[], object], clock: Clock, repeats: int) -> tuple[float, float]:

@@ -15,13 +15,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import Parser, new_file, positive
+from arguments import new_file, positive
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from ranks import rank_of_torchrun
 from versions import versions
 
 import diffusers_rocm
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build
+from diffusers_rocm.commands import Parser
 from diffusers_rocm.hooks import rank_guard
 from diffusers_rocm.hooks.rank_guard import GuardedScheduler
 from diffusers_rocm.pipelines import guard_ranks

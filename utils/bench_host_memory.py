@@ -15,11 +15,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from arguments import Parser, new_file, positive
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
 from diffusers_rocm.benchmarks.step import Clock
+from diffusers_rocm.commands import Parser
 from diffusers_rocm.distributed import host_memory
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_text, on_all_ranks

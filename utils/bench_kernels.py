@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import Parser, new_file, positive
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from torch.utils._pytree import tree_leaves
 from versions import versions
@@ -38,6 +38,7 @@ import diffusers_rocm
 from diffusers_rocm.benchmarks.distance import bar_of, distance
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs, made
 from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, check_meshes, parse_mesh, ranks_of
+from diffusers_rocm.commands import Parser
 from diffusers_rocm.commands.bench_step import setting
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import all_gather_int64

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 import torch.nn.functional as F
-from arguments import Parser, new_file, positive
+from arguments import new_file, positive
 from ranks import rank_of_torchrun
 from versions import versions
 
 from diffusers_rocm.benchmarks.step import Clock
+from diffusers_rocm.commands import Parser
 from diffusers_rocm.distributed.beside import beside
 
 

@@ -14,13 +14,15 @@ from . import bench, doctor, env, generate, plan, validate
 from .ranks import set_up_logging
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {' '.join(message.splitlines())}; --help tells what there is\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
+    parser = Parser("diffusers-rocm", description="Multi-GPU inference for diffusion transformers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (generate, plan, bench, doctor, validate, env):
