@@ -3,8 +3,11 @@
 CUDA graphs; on ROCm, HIP graphs are behind the same functions of torch.
 """
 
+import copy
+import enum
 import functools
 import logging
+import numbers
 import operator
 import weakref
 from collections.abc import Callable
@@ -34,6 +37,8 @@ logger = logging.getLogger(__name__)
 WARM_UP = 2
 # Of so many kinds of calls (shapes, prompts' lengths) the graphs are kept.
 KEPT = 4
+# Besides tensors, what a call can be told by: objects may change, or another take their place.
+PLAIN = (type(None), numbers.Number, str, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 def record(call: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], None], Any, Any]:
@@ -104,13 +109,18 @@ class StepGraph(AroundCall):
     own; when a weight lies elsewhere than before, or modules are others, all graphs are made anew. Hooks that come
     later, and attributes that are neither, change nothing in a graph.
 
+    Raises:
+        ValueError: the model's steps are a graph already.
+
     Raises (its calls):
-        ValueError: the model does something that no graph can hold: adapters that are not fused, weights that come for
-            their layer alone, caches, values that are read on the host.
+        ValueError: the model does something that no graph can hold: adapters beside layers, weights that come for
+            their layer alone, caches, values that are read on the host; or is given objects whose state no one sees.
         RuntimeError: another rank could not capture a step; says which, and why.
     """
 
     def __init__(self, model: nn.Module):
+        if any(isinstance(each, StepGraph) for each in vars(model).get("around_call", ())):
+            raise ValueError(f"the steps of this {type(model).__name__} are a graph already: remove() it, or keep it")
         super().__init__(model)
         model.around_call.insert(0, model.around_call.pop())
         self.forget()
@@ -132,6 +142,14 @@ class StepGraph(AroundCall):
                 f"the blocks of this {type(model).__name__} were compiled before its steps are graphs: compile them "
                 "after, so that they compute beside their messages"
             )
+
+    def __deepcopy__(self, memo: dict) -> "StepGraph":
+        """Of the copied model: its weights lie elsewhere, and it has no graph yet."""
+        other = memo[id(self)] = object.__new__(StepGraph)
+        other.forget()
+        vars(other).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items() if name not in vars(other)})
+        _graphs.add(other)
+        return other
 
     def forget(self) -> None:
         """Let the graphs go, and the memory that they hold, of weights that have gone elsewhere, too."""
@@ -189,7 +207,7 @@ class StepGraph(AroundCall):
     def _kind(self, spec: TreeSpec, leaves: list[Any]) -> _Kind:
         device = next(self._module.parameters()).device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        described = [autocast, *map(_describe, leaves)]
+        described = [autocast, *map(self._describe, leaves)]
         found = next((each for each in self._kinds if each.described == described and each.spec == spec), None)
         others = [each for each in self._kinds if each is not found]
         if found is None and len(others) == KEPT:
@@ -197,11 +215,24 @@ class StepGraph(AroundCall):
         self._kinds = [*others[1 - KEPT :], found or _Kind(spec, described)]  # the one used last is last
         return self._kinds[-1]
 
+    def _describe(self, leaf: Any) -> tuple:
+        """What of an argument makes it another kind of call, alike on all ranks."""
+        if isinstance(leaf, Tensor):
+            return Tensor, leaf.shape, leaf.dtype
+        if not isinstance(leaf, PLAIN):
+            raise ValueError(
+                f"a {type(leaf).__name__} is given to this {type(self._module).__name__}, and what it holds may be "
+                "other in each step: leave graphs out"
+            )
+        return type(leaf), leaf
+
     def _capture(self, kind: _Kind, call: Callable, leaves: list[Any]) -> None:
         model, name = self._module, type(self._module).__name__
         for path, module in model.named_modules():
             if hasattr(module, "lora_A"):
-                raise ValueError(f"{path} of this {name} has an adapter beside it: fuse adapters, or leave graphs out")
+                raise ValueError(
+                    f"{path} of this {name} has an adapter beside it: fuse and unload adapters, or leave graphs out"
+                )
             if hasattr(getattr(module, "processor", None), "scale"):
                 raise ValueError(f"the scale of the IP-Adapter of this {name} would be fixed: leave graphs out")
             if is_offloaded(module) or module is not model and hasattr(module, "_hf_hook"):
@@ -220,12 +251,6 @@ class StepGraph(AroundCall):
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"a step of this {name} cannot be captured, leave graphs out: {reason}") from error
-
-
-def _describe(leaf: Any) -> tuple:
-    if isinstance(leaf, Tensor):
-        return Tensor, leaf.shape, leaf.dtype
-    return type(leaf), leaf if isinstance(leaf, (int, float, str)) else repr(leaf)
 
 
 class _Fixed:

@@ -211,6 +211,12 @@ def refusals_worker() -> dict[str, str]:
     if offloads_here():
         refuse("group offload", lambda model: model.enable_group_offload(cpu, cpu, offload_type="leaf_level"))
     refuse("host", reads_on_the_host)
+    model, inputs = config.get_model(), config.get_inputs(1)
+    StepGraph(model)
+    with torch.no_grad():
+        messages["object"] = message_of(
+            config.get_output, model, inputs | {"joint_attention_kwargs": {"a": {}.keys()}}
+        )
     pipe = DiffusionPipeline.from_pretrained(EMBEDDED_MODEL)
     with mock.patch.object(torch.cuda, "is_available", lambda: False):
         messages["no GPU"] = message_of(parallelize, pipe, ParallelConfig(tp=2), graph=True)
@@ -298,6 +304,47 @@ class TestStepGraph(unittest.TestCase):
             assert list(counts.values()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], counts
 
     @torch.no_grad()
+    def test_a_copied_model_has_a_graph_of_its_own(self):
+        model, x = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2)
+        with emulated():
+            graph = StepGraph(model)
+            for _ in range(WARM_UP + 1):
+                model(x)
+            copied = copy.deepcopy(model)
+            assert graph._kinds and not copied.around_call[0]._kinds
+            copied[0].weight.add_(1)
+            for _ in range(WARM_UP + 2):
+                assert torch.equal(copied(x), copied[0](x)) and torch.equal(model(x), model[0](x))
+            wrap_destroy_process_group(lambda _: None)()
+            assert not graph._kinds and not copied.around_call[0]._kinds
+            copied.around_call[0].remove()
+            assert not hasattr(copied, "around_call") and model.around_call == [graph]
+
+    def test_one_graph_a_model(self):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        StepGraph(model)
+        assert message_of(StepGraph, model) == (
+            "the steps of this Sequential are a graph already: remove() it, or keep it"
+        )
+        assert len(model.around_call) == 1
+
+    @torch.no_grad()
+    def test_adapters_that_were_fused_and_unloaded(self):
+        from peft import LoraConfig
+
+        config = FluxTransformerTesterConfig()
+        model, inputs = config.get_model(), config.get_inputs(1)
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+        wanted = config.get_output(model, inputs)
+        model.fuse_lora()
+        model.unload_lora()
+        with emulated() as recorder:
+            StepGraph(model)
+            for _ in range(WARM_UP + 2):
+                assert relative_l2(config.get_output(model, inputs), wanted) <= FLOAT32_BAR
+        assert recorder.captures == 1
+
+    @torch.no_grad()
     def test_what_is_asked_while_a_step_is_replayed(self):
         """An answer of modules that are no more is nobody's; their memory is there until then, unless all is moved."""
         model, x, said = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.ones(1, 2), []
@@ -341,12 +388,16 @@ class TestStepGraph(unittest.TestCase):
 
     def test_what_no_graph_can_hold(self):
         for messages in run_ranks(2, refusals_worker):
-            assert "has an adapter beside it: fuse adapters" in messages["adapter"]
+            assert "has an adapter beside it: fuse and unload adapters, or" in messages["adapter"]
             assert "the scale of the IP-Adapter of this FluxTransformer2DModel would be" in messages["IP-Adapter"]
             assert "has a cache, which decides on the host" in messages["cache"]
             if offloads_here():
                 assert "brought to the device one by one" in messages["group offload"]
             assert messages["host"].endswith("leave graphs out: operation not permitted when stream is capturing")
+            assert messages["object"] == (
+                "a dict_keys is given to this FluxTransformer2DModel, and what it holds may be other in each step: "
+                "leave graphs out"
+            )
             assert "needs a GPU of CUDA or ROCm" in messages["no GPU"]
 
     def test_goes_with_the_parallelism(self):
