@@ -16,7 +16,7 @@ from .beside import begin_compiled_gather, begin_exchange
 from .choices import begins_early, goes_by_gather
 from .compression import (
     EXACT,
-    GROUP,
+    RECORD,
     compress,
     compress_parts,
     compressed_size,
@@ -52,7 +52,7 @@ def _sum_compressed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         records = all_gather_stacked(compress(x.flatten()), axis)
         first, second = (decompress(each, count, torch.float32) for each in records)
         return (first + second).to(x.dtype).view(x.shape)
-    each = -(-count // (axis.size * GROUP)) * GROUP
+    each = -(-count // (axis.size * RECORD)) * RECORD
     flat = torch.nn.functional.pad(x.flatten(), (0, axis.size * each - count))
     sizes = (compressed_size(each),) * axis.size
     received = _start_exchange(compress(flat), sizes, sizes, axis)()

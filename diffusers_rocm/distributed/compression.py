@@ -1,6 +1,7 @@
 """Activations in 8 bits for links that are slow: lossy, and only where it is asked for by name (`communication=`).
 
-Groups of elements that lie next to each other are integers times a scale, which goes with them in float32. float8
+Groups of elements that lie next to each other are integers times a scale, which goes with them in bfloat16. Two small
+groups with such scales take as many bytes as a large one with a scale in float32, and are rounded more finely. float8
 takes as many bytes and rounds more coarsely (tests/distributed/test_compression.py). What is not finite makes its
 whole group NaN, and is seen where it arrives. With gradients nothing is lossy.
 
@@ -20,26 +21,26 @@ from .triton_kernels import kernel_if_right
 EXACT = "exact"
 COMMUNICATION = (EXACT, "int8")
 
-# Elements that share a scale, and the bytes of both.
-GROUP = 64
-RECORD = GROUP + 4
+# Elements that share a scale. The elements of two groups are a record, which is put together by words of four bytes.
+GROUP = 32
+RECORD = 2 * GROUP
+RECORD_BYTES = RECORD + 2 * 2
 
 
 def compressed_size(count: int) -> int:
     """Bytes that `count` elements take."""
-    return -(-count // GROUP) * RECORD
+    return -(-count // RECORD) * RECORD_BYTES
 
 
 def compress(x: Tensor) -> Tensor:
-    """`x` [n] in 8 bits: [compressed_size(n)] uint8, each group of elements with its scale after it."""
+    """`x` [n] in 8 bits: [compressed_size(n)] uint8, each record's elements with the scales of its groups."""
     kernels = _kernels_for(x)
     if kernels is not None:
         return kernels[0](x)
-    groups = torch.nn.functional.pad(x, (0, -x.numel() % GROUP)).view(-1, GROUP).float()
-    scale = groups.abs().amax(1) / 127
-    values = (groups / scale.clamp(min=1e-30)[:, None]).round().to(torch.int8)
-    # Put together by words of four bytes, not by single ones.
-    words = torch.cat([values.view(torch.int32), scale.view(torch.int32)[:, None]], 1)
+    groups = torch.nn.functional.pad(x, (0, -x.numel() % RECORD)).view(-1, 2, GROUP).float()
+    scales = (groups.abs().amax(2) / 127).bfloat16()
+    values = (groups / scales.float().clamp(min=1e-30)[:, :, None]).round().to(torch.int8)
+    words = torch.cat([values.view(-1, RECORD).view(torch.int32), scales.view(torch.int32)], 1)
     return words.view(torch.uint8).flatten()
 
 
@@ -48,23 +49,23 @@ def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     kernels = _kernels_for(records)
     if kernels is not None:
         return kernels[1](records, records.new_empty(count, dtype=dtype))
-    words = records.view(torch.int32).view(-1, RECORD // 4)
-    scale = words[:, -1:].view(torch.float32)
-    x = (words[:, :-1].view(torch.int8) * scale).flatten().to(dtype)
+    words = records.view(torch.int32).view(-1, RECORD_BYTES // 4)
+    scales = words[:, -1:].view(torch.bfloat16).float()
+    x = (words[:, :-1].view(torch.int8).view(-1, 2, GROUP) * scales[:, :, None]).flatten().to(dtype)
     # Not by a slice: what the compiler for CPUs makes of it loses the last of a group that is not whole.
     return x if x.numel() == count else x.as_strided((count,), (1,))
 
 
 def compress_parts(x: Tensor, counts: Sequence[int]) -> Tensor:
     """`x` [sum(counts)], each part by itself, so that it can be sent by itself."""
-    if not any(count % GROUP for count in counts):
+    if not any(count % RECORD for count in counts):
         return compress(x)
     return torch.cat([compress(part) for part in x.split(counts)])
 
 
 def decompress_parts(records: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What was compressed part by part: [sum(counts)]."""
-    if not any(count % GROUP for count in counts):
+    if not any(count % RECORD for count in counts):
         return decompress(records, sum(counts), dtype)
     parts = zip(records.split([compressed_size(count) for count in counts]), counts, strict=True)
     return torch.cat([decompress(part, count, dtype) for part, count in parts])
@@ -94,7 +95,7 @@ def _kernels_of(device: torch.device) -> _Kernels | None:
         return compress, decompress
 
     def are_right(kernels: _Kernels) -> bool:
-        x = torch.linspace(-3, 5, 5 * GROUP - 7, device=device)
+        x = torch.linspace(-3, 5, 9 * GROUP - 7, device=device)
         x[0] = torch.nan
         records = kernels[0](x)
         y = kernels[1](records, torch.empty_like(x))

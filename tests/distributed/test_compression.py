@@ -5,19 +5,24 @@ import importlib.util
 import itertools
 import math
 import os
+import sys
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
+from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import ContextParallelConfig, ParallelConfig, TensorParallelConfig
 from diffusers_rocm.distributed import collectives, compression
 from diffusers_rocm.distributed.compression import (
     GROUP,
+    RECORD,
     compress,
     compress_parts,
     compressed_size,
@@ -25,12 +30,17 @@ from diffusers_rocm.distributed.compression import (
     decompress_parts,
 )
 from diffusers_rocm.distributed.mesh import mesh_axes
+from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ..models.testing_utils.common import randn
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_hunyuan_video import HunyuanVideoTransformerTesterConfig
 from ..models.transformers.test_models_transformer_wan import WanTransformerTesterConfig
 from ..testing_utils import relative_l2, run_ranks, slow
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "utils"))
+from check_shapes import held_out_prompts  # noqa: E402
 
 
 # Of one forward, in bfloat16: the error against float32 with 8 bits, over that without.
@@ -55,7 +65,7 @@ def collectives_worker(world: int) -> dict:
     results["small"] = torch.equal(
         collectives.reduce_from_axis(x.clone(), axis), collectives.reduce_from_axis(x.clone(), exact)
     )
-    for name, unit in (("uneven", 1), ("groups", GROUP)):
+    for name, unit in (("uneven", 1), ("records", RECORD)):
         send = tuple(unit * (rank + 2) * (axis.rank + 1) for rank in range(world))
         receive = tuple(unit * (axis.rank + 2) * (rank + 1) for rank in range(world))
         x = randn(sum(send), seed=axis.rank)
@@ -67,7 +77,7 @@ def collectives_worker(world: int) -> dict:
         *(collectives.start_gather_tokens([x], 1, sizes, each)() for each in (axis, exact))
     )
     if world == 3:  # each rounds its part of the sum once more, and not what it keeps
-        flats = [randn(2 * 3 * GROUP, seed=rank).bfloat16() for rank in range(world)]
+        flats = [randn(2 * 3 * RECORD, seed=rank).bfloat16() for rank in range(world)]
         rounded = torch.stack([decompress(compress(each), len(each), torch.float32) for each in flats])
         for rank, part in enumerate(rounded.view(world, world, -1)):
             part[rank] = flats[rank].view(world, -1)[rank]
@@ -83,6 +93,43 @@ def collectives_worker(world: int) -> dict:
     x = randn(3, 7, 41, seed=axis.rank).requires_grad_()
     results["gradients"] = torch.equal(collectives.reduce_from_axis(x, axis), collectives.reduce_from_axis(x, exact))
     return results
+
+
+def trained_inputs(prompts: list[str]) -> list[dict]:
+    """What the pipeline gives the embedded model at each step, as bfloat16 holds it."""
+    pipe, given = FluxPipeline.from_pretrained(EMBEDDED_MODEL), []
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    generators = [torch.Generator().manual_seed(index) for index in range(len(prompts))]
+    pipe(prompts, height=128, width=128, num_inference_steps=8, max_sequence_length=16, generator=generators)
+    return [tree_map_only(torch.Tensor, torch.Tensor.bfloat16, kwargs) for kwargs in given]
+
+
+@torch.no_grad()
+@mock.patch.object(collectives, "COMPRESSED_FROM", 1)
+def trained_worker(meshes: list[dict[str, int]], prompts: list[str]) -> tuple[float, list[float]]:
+    """The embedded model's error in bfloat16, in one process and with 8 bits: the root of its mean square."""
+    inputs = trained_inputs(prompts)
+
+    def load(dtype: torch.dtype) -> FluxTransformer2DModel:
+        return FluxTransformer2DModel.from_pretrained(EMBEDDED_MODEL, subfolder="transformer", torch_dtype=dtype)
+
+    def answers(model: FluxTransformer2DModel) -> list[torch.Tensor]:
+        given = tree_map_only(torch.Tensor, lambda x: x.to(model.dtype), inputs)
+        return [x for kwargs in given for x in model(**kwargs)[0]]
+
+    wanted = answers(load(torch.float32))
+
+    def error(model: FluxTransformer2DModel) -> float:
+        errors = [relative_l2(x, y) ** 2 for x, y in zip(answers(model), wanted, strict=True)]
+        return math.sqrt(sum(errors) / len(errors))
+
+    of_meshes = []
+    for degrees in meshes:
+        model = load(torch.bfloat16)
+        model.enable_parallelism(config=ParallelConfig(**degrees, communication="int8"))
+        of_meshes.append(error(model))
+    return error(load(torch.bfloat16)), of_meshes
 
 
 @torch.no_grad()
@@ -116,16 +163,17 @@ class TestCompression(unittest.TestCase):
         x = (size * randn(count, seed=seed)).to(dtype)
         records = compress(x)
         assert records.dtype == torch.uint8 and records.shape == (compressed_size(count),)
+        assert records.numel() == -(-count // 64) * 68
         back = decompress(records, count, torch.float32)
-        largest = torch.nn.functional.pad(x.float().abs(), (0, -count % GROUP)).view(-1, GROUP).amax(1)
-        bound = (largest / 254 * 1.001).repeat_interleave(GROUP)[:count]
+        largest = torch.nn.functional.pad(x.float().abs(), (0, -count % 32)).view(-1, 32).amax(1)
+        bound = (largest / 254 * (1 + 2**-7)).repeat_interleave(32)[:count]  # a scale has eight bits of its own
         assert (back - x.float()).abs().le(bound).all()
 
     def test_what_is_not_finite_is_seen(self):
         x = torch.ones(3 * GROUP)
         x[GROUP], x[-1] = torch.nan, torch.inf
         back = decompress(compress(x), len(x), torch.float32)
-        assert back[:GROUP].eq(1).all() and back[GROUP:].isnan().all()
+        assert torch.allclose(back[:GROUP], x[:GROUP], rtol=2**-8) and back[GROUP:].isnan().all()
         assert decompress(compress(torch.zeros(5)), 5, torch.bfloat16).eq(0).all()
 
     def test_parts_that_no_group_divides_are_whole_where_compiled(self):
@@ -163,6 +211,12 @@ class TestCompression(unittest.TestCase):
     )
     def test_model(self, name, degrees, rotate_method):
         self.check(run_ranks(math.prod(degrees.values()), model_worker, name, degrees, rotate_method))
+
+    def test_trained_model(self):
+        """Queries and keys of trained weights are larger than random ones, and what is rounded of them counts more."""
+        meshes = [{"tp": 4}, {"ulysses": 4}, {"ring": 4}, {"tp": 2, "ulysses": 2}]
+        for one_process, errors in run_ranks(4, trained_worker, meshes, held_out_prompts(4)):
+            assert max(errors) <= BAR * one_process, (errors, one_process)
 
     @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"ring": 2},)])
     @slow
@@ -223,9 +277,10 @@ class TestKernels(unittest.TestCase):
         self.assertEqual(records.shape, (compressed_size(count),))
         back = compression_triton.decompress(records, torch.empty(count, device=self.device))
         torch.testing.assert_close(back.cpu(), wanted, rtol=1e-5, atol=1.01 * step.item())
-        self.assertLess((back.cpu() - wanted).abs().gt(1e-5).float().mean(), 0.01)
+        # Interpreted, it cuts bits off, of scales and of the answer, where a GPU rounds.
+        if self.device == "cuda":
+            self.assertLess((back.cpu() - wanted).abs().gt(1e-5).float().mean(), 0.01)
         into = compression_triton.decompress(records, torch.empty(count, dtype=dtype, device=self.device))
-        # Interpreted, it cuts bits off, where a GPU rounds.
         torch.testing.assert_close(into.float(), back, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
 
     @parameterized.expand([(torch.nan,), (torch.inf,)])
@@ -236,7 +291,8 @@ class TestKernels(unittest.TestCase):
         x[GROUP] = value
         back = compression_triton.decompress(compression_triton.compress(x), torch.empty_like(x))
         self.assertTrue(back[GROUP : 2 * GROUP].isnan().all())
-        self.assertTrue(torch.equal(back[:GROUP], x[:GROUP]) and torch.equal(back[2 * GROUP :], x[2 * GROUP :]))
+        for part in (slice(GROUP), slice(2 * GROUP, None)):
+            torch.testing.assert_close(back[part], x[part], rtol=2**-8, atol=0)
 
     def test_are_taken(self):
         """What is tried first finds them right."""
