@@ -265,6 +265,8 @@ class _Runner:
                     model.compile_repeated_blocks(fullgraph=row.name in (ONE, *self._request.meshes))
                 for _ in range(self._request.warmup + (WARM_UP if graph is not None else 0)):
                     step()
+                if graph is not None and not graph.captured:
+                    raise RuntimeError("its steps became no graph")
                 self._clock.sync()
         if not row.note:
             self._together()

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -63,12 +64,16 @@ class Call:
     number: int = field(default_factory=lambda: next(_numbers))
 
 
-_call: Call | None = None
+class _OfThread(threading.local):
+    call: Call | None = None
+
+
+_current = _OfThread()
 
 
 def current_call() -> Call | None:
-    """The innermost such call; None outside of them."""
-    return _call
+    """The innermost such call of this thread; None outside of them."""
+    return _current.call
 
 
 @contextlib.contextmanager
@@ -77,9 +82,8 @@ def call_of_a_graph(captured: bool) -> Iterator[None]:
 
     All ranks of a group call it alike, at least once before they capture.
     """
-    global _call
-    before, _call = _call, Call(captured)
+    before, _current.call = _current.call, Call(captured)
     try:
         yield
     finally:
-        _call = before
+        _current.call = before

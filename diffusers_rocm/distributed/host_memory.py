@@ -335,12 +335,14 @@ def share(
     if group.group_name in _memories:
         return _memories[group.group_name] is not None
     file, memory = tried(lambda: make_file(group.size())), None
-    if on_all(file is not None):
-        files = of_all(file)
-        memory = tried(lambda: HostMemory(files, group.rank(), device))
-    reached = on_all(memory is not None)
-    if file is not None:
-        os.unlink(file)
+    try:
+        if on_all(file is not None):
+            files = of_all(file)
+            memory = tried(lambda: HostMemory(files, group.rank(), device))
+        reached = on_all(memory is not None)
+    finally:  # where a rank has died, too: it is memory that nobody else gives back
+        if file is not None:
+            os.unlink(file)
     reached = reached and on_all(tried(memory.works) is True)
     if memory is not None and not reached:
         logger.info("copies through the host's memory do not work on all ranks")

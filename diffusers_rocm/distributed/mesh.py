@@ -126,6 +126,8 @@ def _nearest(given: Mapping[str, int], world: int) -> str:
 
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
+# By the name of the GPUs' group.
+_hosts: dict[str, Axis] = {}
 _world: list[dist.ProcessGroup | None] = [None]
 
 
@@ -164,12 +166,26 @@ def mesh_axes(degrees: Mapping[str, int], mesh: DeviceMesh | None = None) -> Axe
     return Axes.of_mesh(_meshes[shape])
 
 
+def of_hosts(axis: Axis) -> Axis:
+    """The same ranks, by a group of their CPUs: what they tell each other so waits for no GPU. All of them call it."""
+    if axis.device.type == "cpu":
+        return axis
+    forget_former_groups()
+    name = axis.group.group_name
+    if name not in _hosts:
+        timeout = axis.group._get_backend(axis.device).options._timeout
+        group = dist.new_group(axis.ranks(), timeout, "gloo", use_local_synchronization=True)
+        _hosts[name] = Axis(axis.name, group, axis.rank, axis.size, axis.first, torch.device("cpu"))
+    return _hosts[name]
+
+
 def forget_former_groups() -> None:
     """Meshes of a process group that is gone have none to send by."""
     world = dist.group.WORLD if dist.is_available() else None
     if _world[0] is world:
         return
     _meshes.clear()
+    _hosts.clear()
     _world[0] = world
     # torch 2.9 gives a mesh the joined axes of any earlier one that was equal.
     for table in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):

@@ -49,7 +49,7 @@ _LONG = 2
 # For each group its places, or None where they could not be made; and those that were too small for a later call, or
 # of such a group, which older graphs still use.
 _places: dict[str, dict[int, _Place] | None] = {}
-_outgrown: list[_Place] = []
+_outgrown: dict[str, list[_Place]] = {}
 # How many tensors this process has shared.
 _shared = 0
 
@@ -80,12 +80,13 @@ def forget_places(group: dist.ProcessGroup | None = None) -> None:
         _outgrown.clear()
     else:
         _places.pop(group.group_name, None)
+        _outgrown.pop(group.group_name, None)
 
 
 def held_bytes() -> int:
     """What places take of this rank's GPU, which torch's allocator does not count."""
     of_groups = (places.values() for places in filter(None, _places.values()))
-    return sum(place.bytes.nbytes for places in (*of_groups, _outgrown) for place in places)
+    return sum(place.bytes.nbytes for places in (*of_groups, *_outgrown.values()) for place in places)
 
 
 def _next_place(shape: Sequence[int], group: str, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -227,16 +228,16 @@ def _make_room(size: int, index: int, device: torch.device, group: str) -> None:
     grows = index in places  # by a quarter more, so that it seldom does
     place = _share(size + grows * (size // 64) * 16, device, dist.distributed_c10d._resolve_process_group(group))
     if place is None:
-        _outgrown.extend(places.values())
+        _outgrown.setdefault(group, []).extend(places.values())
         _places[group] = None
         return
     if grows:
-        _outgrown.append(places[index])
+        _outgrown.setdefault(group, []).append(places[index])
     places[index] = place
 
 
 def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place | None:
-    """A place of `size` bytes on all ranks of a group, who call it; None if one of them has no memory for it.
+    """A place of `size` bytes on all ranks of a group, who call it; None if one of them cannot share it.
 
     torch counts by process what it shares, with other groups too, and ranks that count otherwise would wait for each
     other: those that have shared less catch up.
@@ -250,7 +251,8 @@ def _share(size: int, device: torch.device, group: dist.ProcessGroup) -> _Place 
     if -1 in counts:
         return None
     _shared += 1
-    return _Place(made, symmetric.rendezvous(made, group.group_name))
+    memory = tried(lambda: symmetric.rendezvous(made, group.group_name))
+    return None if -1 in _numbers_of_all(-1 if memory is None else 0, device, group) else _Place(made, memory)
 
 
 def _numbers_of_all(own: int, device: torch.device, group: dist.ProcessGroup) -> list[int]:

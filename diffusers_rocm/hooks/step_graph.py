@@ -10,6 +10,7 @@ import logging
 import numbers
 import operator
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..distributed import graph_memsets, host_memory
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.choices import goes_through_host, memsets_become_kernels
+from ..distributed.collectives import all_gather_int64
 from ..distributed.graph_calls import call_of_a_graph, current_call
 from ..distributed.links import reaches_host
+from ..distributed.mesh import of_hosts
 from ..distributed.peer_memory import forget_places
 from ..distributed.quantized import is_quantized, parts
 from .around_call import AroundCall
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 WARM_UP = 2
 # Of so many kinds of calls (shapes, prompts' lengths) the graphs are kept.
 KEPT = 4
+# Of so many calls one after another none was a graph's: it is said.
+PATIENCE = KEPT * (WARM_UP + 1)
 # Besides tensors, what a call can be told by: objects may change, or another take their place.
 PLAIN = (type(None), numbers.Number, str, enum.Enum, torch.dtype, torch.device, torch.Size)
 
@@ -91,6 +96,11 @@ class _Kind:
     answer: Any = None
     replay: Callable[[], None] | None = None
 
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number that tells it from others, the same on all ranks."""
+        return zlib.crc32(repr((self.spec, self.described)).encode())
+
     def step(self, leaves: list[Any]) -> Any:
         """Replay with these arguments: an answer of its own, which the GPU has yet to make."""
         tensors = (x for x in leaves if isinstance(x, Tensor))
@@ -106,8 +116,8 @@ class StepGraph(AroundCall):
 
     All ranks hang it alike: they try whether messages can go by copies, which they do from then on. Blocks
     are compiled after, not before. Calls that require gradients run as ever. Another kind of call has a graph of its
-    own; when a weight lies elsewhere than before, or modules are others, all graphs are made anew. Hooks that come
-    later, and attributes that are neither, change nothing in a graph.
+    own; when on one rank or all a weight lies elsewhere than before, or modules are others, all graphs are made anew.
+    Hooks that come later, and attributes that are neither, change nothing in a graph.
 
     Raises:
         ValueError: the model's steps are a graph already.
@@ -116,6 +126,7 @@ class StepGraph(AroundCall):
         ValueError: the model does something that no graph can hold: adapters beside layers, weights that come for
             their layer alone, caches, values that are read on the host; or is given objects whose state no one sees.
         RuntimeError: another rank could not capture a step; says which, and why.
+        ValueError: the ranks are called differently, or the model was moved on some of them alone.
     """
 
     def __init__(self, model: nn.Module):
@@ -127,7 +138,8 @@ class StepGraph(AroundCall):
         _graphs.add(self)
         parallelism = getattr(model, "parallelism", None)
         self._split, self._slices = getattr(parallelism, "split", None), getattr(parallelism, "slices", None)
-        self._sharing = Axis.single("model") if parallelism is None else parallelism.axes.model
+        self._sharing = of_hosts(Axis.single("model") if parallelism is None else parallelism.axes.model)
+        self._in_vain = 0
         self._siblings = [] if parallelism is None else parallelism.hooks
         self._siblings.append(self)
         if parallelism is not None:
@@ -159,8 +171,12 @@ class StepGraph(AroundCall):
 
     def sends_over(self, group: dist.ProcessGroup) -> bool:
         """Whether the model's messages may go by a group."""
+        return group in self._groups()
+
+    def _groups(self) -> list[dist.ProcessGroup]:
         parallelism = getattr(self._module, "parallelism", None)
-        return parallelism is not None and any(axis.group == group for axis in vars(parallelism.axes).values())
+        axes = [] if parallelism is None else vars(parallelism.axes).values()
+        return [axis.group for axis in axes if axis.group is not None]
 
     def before_moving(self) -> None:
         self.forget()
@@ -173,23 +189,37 @@ class StepGraph(AroundCall):
             self._split.by_copies(False)
         if self._slices is not None:
             self._slices.by_copies(False)
+        _graphs.discard(self)
+        for group in self._groups():
+            if not any(graph.sends_over(group) for graph in _graphs):
+                forget_places(group)
+                host_memory.forget(group)
         super().remove()
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return any(kind.replay is not None for kind in self._kinds)
 
     def around(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         if torch.is_grad_enabled():
+            self._count("gradients are enabled: call it under torch.no_grad()")
             return call(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         kind = self._kind(spec, leaves)
         replayed = kind.replay is not None
         answer = kind.step(leaves) if replayed else None
-        # Asked while the GPU has something to do, and by all ranks after the same messages. What was replayed in vain
-        # has done no harm.
-        if self._fixed is None or not self._fixed.holds():
+        # Asked while the GPU has something to do. What was replayed in vain has done no harm.
+        if not self._is_as_it_was(kind):
             self.forget()
             self._fixed = _Fixed(self._module)
             kind = self._kind(spec, leaves)
+            self._count("its modules, or where its weights and buffers are, change from call to call")
         elif replayed:
+            self._in_vain = 0
             return answer
+        else:
+            self._count(f"its calls are of more kinds than {KEPT}, as by a number that is another in each")
         kind.calls += 1
         if self._slices is not None:
             self._slices.look()
@@ -204,13 +234,36 @@ class StepGraph(AroundCall):
             raise
         return kind.step(leaves)
 
+    def _is_as_it_was(self, kind: _Kind) -> bool:
+        """Whether the model is on all ranks, who all ask: what one launches as ever and others replay is not met.
+
+        Raises:
+            ValueError: the ranks are called differently, or do not have the same graphs.
+        """
+        own = torch.tensor([kind.digest, kind.calls, self._fixed is not None and self._fixed.holds()])
+        by_rank = all_gather_int64(own, self._sharing)
+        if (by_rank[:, :2] != by_rank[0, :2]).any():
+            said = [f"call {calls + 1} of kind {digest:08x}" for digest, calls, _ in by_rank.tolist()]
+            shown = ", ".join(f"rank {rank}: {each}" for rank, each in zip(self._sharing.ranks(), said, strict=True))
+            raise ValueError(
+                f"the ranks of this {type(self._module).__name__} are not at the same call ({shown}): give all of "
+                "them the same shapes and numbers, and move the model on all or none"
+            )
+        return bool(by_rank[:, 2].min())
+
+    def _count(self, reason: str) -> None:
+        """Say once that there is no graph, if it goes on."""
+        self._in_vain += 1
+        if self._in_vain == PATIENCE and self._sharing.rank == 0:
+            logger.warning(f"{PATIENCE} calls of this {type(self._module).__name__} were no graph: {reason}")
+
     def _kind(self, spec: TreeSpec, leaves: list[Any]) -> _Kind:
         device = next(self._module.parameters()).device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         described = [autocast, *map(self._describe, leaves)]
         found = next((each for each in self._kinds if each.described == described and each.spec == spec), None)
         others = [each for each in self._kinds if each is not found]
-        if found is None and len(others) == KEPT:
+        if found is None and len(others) == KEPT and others[0].replay is not None:
             logger.info(f"the oldest graph of this {type(self._module).__name__} goes: {KEPT} kinds of calls are kept")
         self._kinds = [*others[1 - KEPT :], found or _Kind(spec, described)]  # the one used last is last
         return self._kinds[-1]
@@ -251,6 +304,9 @@ class StepGraph(AroundCall):
         except (RuntimeError, AssertionError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"a step of this {name} cannot be captured, leave graphs out: {reason}") from error
+        unknown = next((x for x in tree_leaves(kind.answer) if not isinstance(x, (Tensor, *PLAIN))), None)
+        if unknown is not None:
+            raise ValueError(f"this {name} answers a {type(unknown).__name__}, which no graph can: leave graphs out")
 
 
 class _Fixed:

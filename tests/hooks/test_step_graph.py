@@ -6,6 +6,7 @@ import itertools
 import math
 import unittest
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from diffusers_rocm import ParallelConfig, load_pipeline, parallelize
+from diffusers_rocm.distributed.graph_calls import call_of_a_graph, current_call
 from diffusers_rocm.hooks import step_graph
-from diffusers_rocm.hooks.step_graph import KEPT, WARM_UP, StepGraph, wrap_destroy_process_group
+from diffusers_rocm.hooks.step_graph import KEPT, PATIENCE, WARM_UP, StepGraph, wrap_destroy_process_group
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
 from ..models.testing_utils.common import randn
@@ -31,9 +33,6 @@ from ..models.transformers.test_models_transformer_wan import WanTransformerTest
 from ..testing_utils import (
     message_of,
     relative_l2,
-    require_torch_accelerator,
-    require_torch_accelerators,
-    require_torch_multi_accelerator,
     run_ranks,
 )
 
@@ -54,8 +53,9 @@ class Recorder:
         answer = call()
 
         def replay() -> None:
-            for x, new in zip(tree_leaves(answer), tree_leaves(call()), strict=True):
-                x.copy_(new)
+            with torch.inference_mode():  # in which it may have been captured: a GPU does not ask
+                for x, new in zip(tree_leaves(answer), tree_leaves(call()), strict=True):
+                    x.copy_(new)
 
         return replay, answer, None
 
@@ -289,6 +289,35 @@ def pipeline_worker(degrees: dict[str, int]) -> tuple[float, int]:
     return error, recorder.captures
 
 
+@torch.no_grad()
+def one_rank_worker() -> tuple[list[int], float, list[str]]:
+    """The first rank's weight goes elsewhere: captures before and after, and the largest error. Then what each says of
+    calls that are not alike, and of a model that one rank alone has moved."""
+    config, first = FluxTransformerTesterConfig(), torch.distributed.get_rank() == 0
+    model, steps = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 3)
+    wanted, captures, errors, messages = [config.get_output(model, inputs) for inputs in steps], [], [], []
+    model.enable_parallelism(config=ParallelConfig(tp=2))
+
+    def use() -> None:
+        errors.extend(relative_l2(config.get_output(model, each), x) for each, x in zip(steps, wanted, strict=True))
+        captures.append(recorder.captures)
+
+    with emulated() as recorder:
+        graph = StepGraph(model)
+        use()
+        if first:
+            model.x_embedder.weight.data = model.x_embedder.weight.clone()
+        use()
+        scale = {"joint_attention_kwargs": {"scale": 1.0 + first}}
+        messages.append(message_of(config.get_output, model, steps[0] | scale))
+        graph.forget()
+        config.get_output(model, steps[0])
+        if first:
+            model.to("cpu")
+        messages.append(message_of(config.get_output, model, steps[0]))
+    return captures, max(errors), messages
+
+
 class TestStepGraph(unittest.TestCase):
     @parameterized.expand([*(("flux", degrees) for degrees in MESHES), ("wan", {"ulysses": 2})])
     def test_parity(self, name, degrees):
@@ -400,6 +429,78 @@ class TestStepGraph(unittest.TestCase):
             )
             assert "needs a GPU of CUDA or ROCm" in messages["no GPU"]
 
+    def test_what_one_rank_alone_does(self):
+        """All capture anew: what one rank launches as ever and the other replays would never meet on GPUs."""
+        for captures, error, messages in run_ranks(2, one_rank_worker):
+            assert captures == [1, 2] and error <= FLOAT32_BAR, (captures, error)
+            for message, (first, second) in zip(messages, ((1, 1), (1, 2)), strict=True):
+                kind = "of kind [0-9a-f]{8}"
+                self.assertRegex(
+                    message,
+                    rf"not at the same call \(rank 0: call {first} {kind}, rank 1: call {second} {kind}\): give all "
+                    "of them the same shapes and numbers, and move the model on all or none",
+                )
+
+    @torch.no_grad()
+    def test_what_never_becomes_a_graph_is_said_once(self):
+        def said(step: Callable[[torch.nn.Module, int], Any], calls: int = 3 * PATIENCE) -> list[str]:
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+            StepGraph(model)
+            with emulated() as recorder, mock.patch.object(step_graph.logger, "warning") as warning:
+                for index in range(calls):
+                    step(model, index)
+            assert recorder.captures == 0 and not model.around_call[0].captured
+            return [call.args[0] for call in warning.call_args_list]
+
+        def moves(model: torch.nn.Module, _: int) -> None:
+            model[0].weight.data = model[0].weight.clone()
+            model(torch.ones(1, 2))
+
+        shapes = said(lambda model, index: model(torch.ones(1 + index % (KEPT + 1), 2)))
+        with torch.enable_grad():
+            gradients = said(lambda model, _: model(torch.ones(1, 2)))
+        for messages, reason in (
+            (shapes, "its calls are of more kinds than 4, as by a number that is another in each"),
+            (said(moves), "its modules, or where its weights and buffers are, change from call to call"),
+            (gradients, "gradients are enabled: call it under torch.no_grad()"),
+        ):
+            assert messages == [f"12 calls of this Sequential were no graph: {reason}"], messages
+        assert said(lambda model, index: model(torch.ones(1 + index % KEPT, 2)), calls=KEPT * WARM_UP) == []
+
+    @torch.no_grad()
+    def test_an_answer_that_no_graph_can_give(self):
+        class Answer:
+            def __init__(self, x: torch.Tensor):
+                self.x = x
+
+        model = torch.nn.Linear(2, 2)
+        model.forward = Answer
+        StepGraph(model)
+        with emulated():
+            for _ in range(WARM_UP):
+                model(torch.ones(1))
+            assert (
+                message_of(model, torch.ones(1))
+                == "this Linear answers a Answer, which no graph can: leave graphs out"
+            )
+
+    def test_inference_mode(self):
+        """What was captured in it is replayed outside of it, and the other way round."""
+        for inside, outside in itertools.permutations((torch.inference_mode, torch.no_grad)):
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+            StepGraph(model)
+            with emulated() as recorder:
+                for step in range(WARM_UP + 4):
+                    with inside() if step < WARM_UP + 2 else outside():
+                        x = torch.full((1, 2), float(step))
+                        assert torch.equal(model(x), model[0](x))
+            assert recorder.captures == 1
+
+    def test_a_call_is_of_its_thread(self):
+        with call_of_a_graph(captured=True), ThreadPoolExecutor(1) as other:
+            assert current_call().captured and other.submit(current_call).result() is None
+        assert current_call() is None
+
     def test_goes_with_the_parallelism(self):
         error, _ = run_ranks(2, alone_worker)
         assert error <= FLOAT32_BAR
@@ -421,94 +522,3 @@ class TestStepGraph(unittest.TestCase):
         for error, captures in run_ranks(math.prod(degrees.values()), pipeline_worker, degrees):
             # Both branches of guidance have prompts of one length.
             assert error <= FLOAT32_BAR and captures == 1, (error, captures)
-
-
-@torch.no_grad()
-def accelerator_worker(degrees: dict[str, int], compiled: bool, dtype: torch.dtype) -> tuple[list[float], list[float]]:
-    """Against the same kernels launched one by one, and against one process."""
-    config, device = FluxTransformerTesterConfig(), torch.device("cuda", torch.distributed.get_rank())
-    model = config.get_model(dtype=dtype).to(device)
-    inputs = {name: x.to(device) for name, x in config.cast(config.get_inputs(1), dtype).items()}
-    steps = steps_of(inputs, WARM_UP + 3)
-    of_one = [config.get_output(model, each) for each in steps]
-    model.enable_parallelism(config=ParallelConfig(**degrees))
-    graph = StepGraph(model)
-    if compiled:
-        torch._dynamo.reset()  # of what one process compiles there is a limit
-        model.compile_repeated_blocks(fullgraph=True)
-    before, outputs = ([config.get_output(model, each) for each in those] for those in (steps[:WARM_UP], steps))
-    pairs = (outputs[:WARM_UP], before), (outputs, of_one)
-    errors = tuple([relative_l2(x, y) for x, y in zip(*pair, strict=True)] for pair in pairs)
-    assert sum(kind.replay is not None for kind in graph._kinds) == 1
-    torch.cuda.synchronize()
-    graph.remove()
-    return errors
-
-
-@require_torch_accelerator
-class TestStepGraphOfOne(unittest.TestCase):
-    @torch.no_grad()
-    def test_weights_that_go_and_modules_that_change(self):
-        """What was launched with modules that are no more is nobody's answer; memory that is no more is not read."""
-        device = torch.device("cuda")
-        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(device)
-        StepGraph(model)
-
-        def check() -> None:
-            for step in range(WARM_UP + 3):
-                x = randn(4, 2048, seed=step).to(device)
-                found, wanted = model(x), x
-                for layer in model:
-                    wanted = layer(wanted)
-                assert torch.equal(found, wanted)
-
-        check()
-        model[3] = torch.nn.Linear(2048, 2048, device=device)
-        torch.cuda.empty_cache()
-        check()
-        model.to("cpu")
-        torch.cuda.empty_cache()
-        model.to(device)
-        check()
-        model[5].weight.data = model[5].weight + 1
-        torch.cuda.empty_cache()
-        check()
-
-
-@require_torch_multi_accelerator
-class TestStepGraphAccelerator(unittest.TestCase):
-    @parameterized.expand(itertools.product(MESHES, (False, True)))
-    def test_parity(self, degrees, compiled):
-        for errors in run_ranks(2, accelerator_worker, degrees, compiled, torch.float32, device="cuda"):
-            assert max(map(max, errors)) <= FLOAT32_BAR, errors
-
-    @parameterized.expand(itertools.product(({"tp": 2, "ulysses": 2}, {"ring": 2, "ulysses": 2}), (False, True)))
-    @require_torch_accelerators(4)
-    def test_parity_of_products(self, degrees, compiled):
-        for errors in run_ranks(4, accelerator_worker, degrees, compiled, torch.float32, device="cuda"):
-            assert max(map(max, errors)) <= FLOAT32_BAR, errors
-
-    @parameterized.expand(itertools.product(({"ulysses": 2}, {"tp": 2}), ("exact", "int8"), (False, True)))
-    def test_parity_in_few_bits(self, degrees, communication, compiled):
-        """What is replayed are the kernels of the model without a graph, which round alike."""
-        degrees = degrees | {"communication": communication}
-        for errors, _ in run_ranks(2, accelerator_worker, degrees, compiled, torch.bfloat16, device="cuda"):
-            assert max(errors) <= FLOAT32_BAR, errors
-
-    def test_what_a_capture_forbids(self):
-        for message in run_ranks(2, forbidden_worker, device="cuda"):
-            assert "cannot be captured, leave graphs out" in message, message
-
-
-@torch.no_grad()
-def forbidden_worker() -> str:
-    config, device = FluxTransformerTesterConfig(), torch.device("cuda", torch.distributed.get_rank())
-    model = config.get_model().to(device)
-    inputs = {name: x.to(device) for name, x in config.get_inputs(1).items()}
-    model.enable_parallelism(config=ParallelConfig(tp=2))
-    model.proj_out.register_forward_hook(lambda module, args, output: output.sum().item() and None)
-    StepGraph(model)
-    with pytest.raises(ValueError) as caught:
-        for _ in range(WARM_UP + 1):
-            config.get_output(model, inputs)
-    return str(caught.value)
