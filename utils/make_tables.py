@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -200,12 +201,29 @@ def steps(name: str, modes: tuple[str, ...] = ()) -> str:
             times = f"{row['ms']:.1f} ({min(row['milliseconds']):.1f} to {max(row['milliseconds']):.1f})"
             figures = f"{times} | {row['speedup']:.2f}x | {peak:.2f} | {row['distance']:.1e}"
         lines.append(f"| {row['name']} | {row['mode']} | {figures} |")
+    return "\n".join([*lines, "", ran_on(run, name)])
+
+
+def ran_on(run: dict, file: str) -> str:
+    """The command of a run of `diffusers-rocm bench`, and where it was."""
     found = run["environment"]
     names = [name for name in ("torch", "diffusers", "cache-dit") if name in found["packages"]]
     versions = ", ".join([*(f"{name} {found['packages'][name]}" for name in names), found["collectives"][-1]])
     gpus = f"{len(found['gpus'])} x {found['gpus'][0]['name']}"
     command = without_p2p(found["environment"]) + run["command"]
-    return "\n".join([*lines, "", f"`{command}`; {gpus}, {versions} (`docs/benchmarks/{name}.json`)."])
+    return f"`{command}`; {gpus}, {versions} (`docs/benchmarks/{file}.json`)."
+
+
+def pictures(name: str) -> str:
+    """The stages of a run of `diffusers-rocm bench generate`."""
+    run, stages = read(name), ("load", "encode", "denoise", "decode")
+    columns = *(f"{stage}, s" for stage in stages), "a picture, s", "over one rank", "relative L2 of a forward"
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for row in run["rows"]:
+        times = " | ".join(f"{statistics.median(row['times'][stage]):.2f}" for stage in stages)
+        over = run["rows"][0]["picture"] / row["picture"]
+        lines.append(f"| {row['mesh']} | {times} | {row['picture']:.2f} | {over:.2f}x | {row['forward']:.1e} |")
+    return "\n".join([*lines, "", ran_on(run, name)])
 
 
 def alone(name: str) -> str:
@@ -456,6 +474,7 @@ TABLES = {
         "kernels_slices_4xh200",
         *(f"kernels_{how}_{model}_2xh200" for model in ("wan", "flux2") for how in ("slices", "sums")),
     ),
+    "generate_flux_2xh200": lambda: pictures("generate_flux_2xh200"),
     "step_qwen_image": lambda: steps("step_qwen_image_2xh100", ("compile",)),
     "loading": lambda: loading("load_bf16_cpu"),
     "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),

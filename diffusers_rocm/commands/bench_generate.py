@@ -67,8 +67,12 @@ def check(args: argparse.Namespace) -> RunsRequest:
 def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
     environment, picture, so_far = functools.cache(env.collect), request.picture, {}
 
+    asked = {name: value for name, value in asdict(picture).items() if name not in AXES}
+    asked |= {name: getattr(request, name) for name in ("meshes", "repeats", "rounds")}
+    asked["model"] = Path(picture.model).name
+
     def measured(runs: Iterable[Run]) -> dict[str, Any]:
-        return {"request": asdict(picture), "environment": environment(), "rows": [run.as_json() for run in runs]}
+        return {"request": asked, "environment": environment(), "rows": [run.as_json() for run in runs]}
 
     def told(run: Run) -> None:
         if is_first_rank():

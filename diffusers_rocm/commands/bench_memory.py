@@ -22,7 +22,9 @@ from .ranks import check_nodes, check_writable, on_ranks
 def add_parser(subparsers) -> None:
     memory = subparsers.add_parser("memory", help="peaks of memory, of each rank and stage, while one picture is made")
     generate.add_arguments(memory)
-    memory.add_argument("--mesh", help="tp=2,ulysses=2, say, in place of --tp, --ulysses; one in a run")
+    memory.add_argument(
+        "--mesh", nargs="+", default=[], help="tp=2,ulysses=2, say, in place of --tp, --ulysses; one in a run"
+    )
     memory.add_argument(
         "--write-random-flux",
         action="store_true",
@@ -36,10 +38,12 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     """Raises ValueError."""
     check_nodes(args)
     check_output(args)
-    if args.mesh is not None:
+    if len(args.mesh) > 1:
+        raise ValueError(f"bench memory runs one mesh, and --mesh gives {len(args.mesh)}: run it once for each")
+    for mesh in args.mesh:
         if any(getattr(args, name) != 1 for name in AXES):
-            raise ValueError(f"bench memory takes its mesh from --mesh {args.mesh}, or from --tp and the like")
-        for name, value in parse_mesh(args.mesh).items():
+            raise ValueError(f"bench memory takes its mesh from --mesh {mesh}, or from --tp and the like")
+        for name, value in parse_mesh(mesh).items():
             setattr(args, name, value)
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks

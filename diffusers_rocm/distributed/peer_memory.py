@@ -47,7 +47,7 @@ class _Place:
 _LONG = 2
 
 # For each group its places, or None where they could not be made; and those that were too small for a later call, or
-# of such a group, which older graphs still use.
+# of such a group, which older graphs still use until the group is forgotten.
 _places: dict[str, dict[int, _Place] | None] = {}
 _outgrown: dict[str, list[_Place]] = {}
 # How many tensors this process has shared.

@@ -367,7 +367,7 @@ def _(tensors, weights, biases, world, group, lossy, version):
 
 
 @functools.cache
-def teach_compiler() -> bool:
+def keep_messages_in_order() -> bool:
     """Messages keep the order that the model has them in, on all ranks, though the compiler could order them anew."""
     from torch._inductor.lowering import fallback_handler, register_lowering
     from torch._inductor.virtualized import V

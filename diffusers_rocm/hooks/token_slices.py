@@ -21,7 +21,7 @@ from ..distributed.collectives import all_gather, on_all_ranks
 from ..distributed.host_memory import carries
 from ..distributed.links import reaches_memory
 from ..distributed.mesh import Axes
-from ..distributed.peer_products import gather_slices, multiply, multiply_and_scatter, teach_compiler
+from ..distributed.peer_products import gather_slices, keep_messages_in_order, multiply, multiply_and_scatter
 from ..distributed.quantized import is_plain
 from ..models.plans.plan import TokenSlicePlan, match
 from . import tensor_parallel_layers as layers
@@ -75,7 +75,7 @@ class TokenSlices:
         self.remove()
         reached = wanted and goes_by_copies(self.axis) and reaches_memory(self.axis)
         if reached or wanted and carries(self.axis.group.group_name):
-            teach_compiler()
+            keep_messages_in_order()
             self._hang()
 
     def look(self) -> None:

@@ -158,10 +158,9 @@ def open_folder(model: str, names: Collection[str] = SUBJECTS) -> ModelFolder:
         ValueError: there is no pipeline there.
     """
     if "/" not in model and not Path(model).exists():
-        near = difflib.get_close_matches(model, names, 5) or names
-        raise ValueError(
-            f"{model}: there is no such folder, and ids on the Hub are OWNER/NAME; short names are {', '.join(near)}"
-        )
+        near = difflib.get_close_matches(model, names, 5)
+        those = f"short names like it are {', '.join(near)}" if near else f"short names are {', '.join(names)}"
+        raise ValueError(f"{model}: there is no such folder, and ids on the Hub are OWNER/NAME; {those}")
     return ModelFolder(model)
 
 

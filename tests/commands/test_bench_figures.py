@@ -80,10 +80,14 @@ class TestBenchFigures(unittest.TestCase):
         with mock.patch.object(bench_memory, "on_ranks", lambda world, *_: asked.append(world) or 0):
             assert commands.main(["bench", "memory", "--device", "cpu", "--mesh", "ring=2,tp=2"]) == 0
         assert asked == [4]
-        for arguments, said in ((["--tp", "2"], "from --mesh tp=2, or from --tp"), (["--mesh", "xp=2"], "'xp=2' is")):
+        for mesh, arguments, said in (
+            (["tp=2"], ["--tp", "2"], "from --mesh tp=2, or from --tp"),
+            (["xp=2"], [], "'xp=2' is"),
+            (["tp=2", "ring=2"], [], "bench memory runs one mesh, and --mesh gives 2: run it once for each"),
+        ):
             stderr = StringIO()
             with redirect_stderr(stderr):
-                code = commands.main(["bench", "memory", "--device", "cpu", "--mesh", "tp=2", *arguments])
+                code = commands.main(["bench", "memory", "--device", "cpu", "--mesh", *mesh, *arguments])
             assert code == 2 and said in stderr.getvalue(), stderr.getvalue()
 
 

@@ -19,6 +19,7 @@ from diffusers_rocm import commands, pipelines
 from diffusers_rocm.benchmarks import whole_run
 from diffusers_rocm.benchmarks.step import ONE
 from diffusers_rocm.benchmarks.whole_run import STAGES, Run, measure_runs, runs_table
+from diffusers_rocm.distributed.mesh import AXES
 from diffusers_rocm.hooks import step_graph
 from diffusers_rocm.hooks.step_graph import WARM_UP
 from diffusers_rocm.models import attention_parallel
@@ -154,7 +155,9 @@ class TestBenchGenerate(unittest.TestCase):
                 code = commands.main(
                     ["bench", "generate", *meshes, "--repeats", "2", "--rounds", "1", "--json", str(file)]
                 )
-            rows = json.loads(file.read_text())["rows"]
+            kept = json.loads(file.read_text())
+        rows, asked = kept["rows"], kept["request"]
+        assert asked["meshes"] == ["tp=1", "ring=1"] and asked["repeats"] == 2 and not asked.keys() & set(AXES), asked
         assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1", "ring=1"]
         for row in rows:
             both = [sum(row["times"][stage][turn] for stage in STAGES[1:]) for turn in range(2)]

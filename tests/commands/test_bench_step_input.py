@@ -88,7 +88,11 @@ class TestBenchStepInput(unittest.TestCase):
                 "num_layers=0, num_single_layers=0: ValueError: no blocks are left",
             ),
             ("no heads", ["--mesh", "tp=2", "--config", "num_attention_heads=0"], "ValueError: no heads are left"),
-            ("model", ["--mesh", "tp=2", "--model", "wam"], "wam: there is no such folder, .* short names are wan"),
+            (
+                "model",
+                ["--mesh", "tp=2", "--model", "wam"],
+                "wam: there is no such folder, .* short names like it are wan",
+            ),
             ("another", ["--mesh", "tp=2", "--model", "no"], "no: there is no such folder, .* short names are flux, "),
             ("no step", ["--mesh", "tp=2", "--model", "UNet2DModel"], "what a UNet2DModel is given in a step is not"),
             ("no text", ["--mesh", "tp=2", "--model", "dit", "--text", "7"], "takes no text: leave out --text"),

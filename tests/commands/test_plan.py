@@ -201,7 +201,7 @@ class TestPlan(unittest.TestCase):
             (("--model", "no-such", "--gpus", "2"), "no-such: there is no such folder, and ids on the Hub are OWNER/"),
             (
                 ("--model", "fluxx", "--gpus", "2"),
-                "ids on the Hub are OWNER/NAME; short names are flux, ",
+                "ids on the Hub are OWNER/NAME; short names like it are flux, ",
             ),
             (("--model", "FLUX.1-dev", "--tp", "2"), "short names are flux, "),
             (("--gpus", "2", "--frames", "5"), "5 frames: a FluxTransformer2DModel makes pictures"),

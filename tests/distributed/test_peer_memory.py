@@ -397,7 +397,7 @@ class TestPeerMemory(unittest.TestCase):
                         "never prepared": (True, count),
                         "counted otherwise": ((True, count), (True, 0)),
                         "no memory for the second": ((True, count), (True, count)),
-                        "nor later": ((True, count), (True, count), size * (5 + 2)),  # 2 is of what was forgotten
+                        "nor later": ((True, count), (True, count), size * 5),  # which older graphs may still use
                         "before": (True, count),
                         "held": size * (5 + 2 + 7) + 16,  # the second place had 2 at first, and then some more than 7
                         "captured": (True, 0),

@@ -53,8 +53,8 @@ class Recorder:
         answer = call()
 
         def replay() -> None:
-            with torch.inference_mode():  # in which it may have been captured: a GPU does not ask
-                for x, new in zip(tree_leaves(answer), tree_leaves(call()), strict=True):
+            for x, new in zip(tree_leaves(answer), tree_leaves(call()), strict=True):
+                with torch.inference_mode(x.is_inference()):  # a GPU does not ask where it was captured
                     x.copy_(new)
 
         return replay, answer, None
