@@ -81,12 +81,15 @@ def reaches_memory(axis: Axis) -> bool:
         return False
     devices = all_gather_int64(torch.tensor([axis.device.index]), axis).flatten().tolist()
     others = set(devices) - {axis.device.index}
-    own = _on_one_host(axis) and len(others) == axis.size - 1
+    on_one_host = _on_one_host(axis)
+    own = on_one_host and len(others) == axis.size - 1
     own = own and all(torch.cuda.can_device_access_peer(axis.device, other) for other in others)
     on_all = functools.partial(on_all_ranks, axis=axis)
     reached = on_all(own) and can_fetch(axis.group, axis.device, on_all)
     how = "by copies out of each other's memory" if reached else "by the process group"
-    logger.info(f"messages of {axis.size} ranks ({axis.name}) go {how} where a step is a graph")
+    one_each = on_one_host and len(set(devices)) < axis.size
+    why = ": ranks see one GPU each, as by CUDA_VISIBLE_DEVICES; let all see all" if one_each else ""
+    logger.info(f"messages of {axis.size} ranks ({axis.name}) go {how} where a step is a graph{why}")
     return reached
 
 

@@ -146,7 +146,10 @@ class TestLinks(unittest.TestCase):
 
         assert reached()
         assert not any((reached(hip="6.4"), reached(hosts=("a 1", "b 2")), reached(hosts=("a 1", "a 2"))))
-        assert not any((reached(devices=(0, 0)), reached(peers=False), reached(trial=False)))
+        assert not any((reached(peers=False), reached(trial=False)))
+        with self.assertLogs(links.logger, "INFO") as logs:
+            assert not reached(devices=(0, 0))
+        assert logs.output[0].endswith(": ranks see one GPU each, as by CUDA_VISIBLE_DEVICES; let all see all")
 
     @unittest.skipIf(torch.cuda.device_count() < 2, "needs 2 GPUs")
     def test_gpus(self):
