@@ -1,7 +1,7 @@
-"""Groups of a mesh: how long they wait."""
+"""Groups of a mesh: how long they wait, and those of its hosts."""
 
 import unittest
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch
@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed.mesh import Axes
+from diffusers_rocm.distributed.collectives import all_gather_int64
+from diffusers_rocm.distributed.mesh import Axes, of_hosts
 
 from ..testing_utils import run_ranks, slow
 
@@ -31,7 +32,22 @@ def timeouts_worker(names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     return {"made": made, "own": timeouts(ParallelConfig(mesh=mesh).axes())}
 
 
+def hosts_worker() -> tuple[list[int], float, list[bool]]:
+    """Of a group of GPUs, which stands for one of CPUs here, that of its ranks' hosts."""
+    dist.group.WORLD.set_timeout(timedelta(seconds=77))
+    axis = ParallelConfig(dp=2, tp=2).axes().model
+    of_gpus = replace(axis, device=torch.device("cuda", 0))
+    hosts = of_hosts(of_gpus)
+    told = all_gather_int64(torch.tensor([dist.get_rank()]), hosts).flatten().tolist()
+    own = hosts.group is not axis.group, of_hosts(of_gpus) is hosts, of_hosts(axis) is axis
+    return told, seconds(hosts.group), [*own]
+
+
 class TestMeshTimeouts(unittest.TestCase):
+    def test_hosts(self):
+        for rank, (told, timeout, own) in enumerate(run_ranks(4, hosts_worker)):
+            assert told == [rank // 2 * 2, rank // 2 * 2 + 1] and timeout == 77.0 and all(own), (told, timeout, own)
+
     def test_timeouts(self):
         for results in run_ranks(4, timeouts_worker, ("dp", "ring")):
             assert results["made"] == dict.fromkeys(("dp", "ring", "context", "model", "replica", "world"), 77.0)
