@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..distributed.compression import COMMUNICATION
 from .known_models import KNOWN_MODELS
 from .step import ONE, Row, StepRequest
 
@@ -43,9 +44,11 @@ def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> 
 
 def how(request: StepRequest) -> str:
     """What the figures of a step are."""
+    lossy = any(word in mesh for mesh in request.meshes for word in COMMUNICATION)
+    closer = "; 8 bits are checked more closely by --float32-reference" if lossy and not request.in_float32 else ""
     return (
         f"milliseconds a step{' of two forwards' if request.guidance else ''}: median (least to most) of "
-        f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}"
+        f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}{closer}"
     )
 
 

@@ -11,9 +11,10 @@ from parameterized import parameterized
 from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import step
 from diffusers_rocm.benchmarks.comm import Collective, MeshComm, comm_table
-from diffusers_rocm.benchmarks.report import table
+from diffusers_rocm.benchmarks.report import how, table
 from diffusers_rocm.benchmarks.step import ONE, Row, measure_step
 from diffusers_rocm.commands import bench_memory, bench_step
+from diffusers_rocm.hooks import step_graph
 
 from ..hooks.test_step_graph import emulated
 from ..testing_utils import run_ranks
@@ -37,6 +38,13 @@ def captures_worker() -> tuple[int, int]:
     return while_timed, recorder.captures
 
 
+def never_captured_worker() -> list[Row]:
+    """A model whose weights lie elsewhere in each call."""
+    holds = mock.patch.object(step_graph._Fixed, "holds", lambda _: False)
+    with emulated(), holds:
+        return measure_step(request("tp=2", modes=("graph",), rounds=1))
+
+
 class TestBenchFigures(unittest.TestCase):
     def test_of_collectives(self):
         """4 MB, of the rank with the most, in 20 microseconds, 100 times."""
@@ -53,6 +61,17 @@ class TestBenchFigures(unittest.TestCase):
 
     def test_steps_are_timed_once_they_are_graphs(self):
         assert run_ranks(2, captures_worker) == [(0, 2)] * 2
+
+    def test_a_graph_that_never_is_one_has_no_times(self):
+        for rows in run_ranks(2, never_captured_worker):
+            for row in rows:
+                assert (row.note, row.milliseconds) == ("not run: RuntimeError: its steps became no graph", []), row
+
+    def test_how_closely_8_bits_are_checked(self):
+        closer = "; 8 bits are checked more closely by --float32-reference"
+        assert how(request("tp=2", "tp=2,int8")).endswith("relative L2 to one rank" + closer)
+        assert how(request("tp=2")).endswith("relative L2 to one rank")
+        assert how(request("tp=2,int8", in_float32=True)).endswith("relative L2 to float32")
 
     @parameterized.expand(
         [
