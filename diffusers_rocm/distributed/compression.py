@@ -25,6 +25,8 @@ COMMUNICATION = (EXACT, "int8")
 GROUP = 32
 RECORD = 2 * GROUP
 RECORD_BYTES = RECORD + 2 * 2
+# The least scale that is divided by.
+TINY = torch.finfo(torch.float32).tiny
 
 
 def compressed_size(count: int) -> int:
@@ -38,8 +40,10 @@ def compress(x: Tensor) -> Tensor:
     if kernels is not None:
         return kernels[0](x)
     groups = torch.nn.functional.pad(x, (0, -x.numel() % RECORD)).view(-1, 2, GROUP).float()
-    scales = (groups.abs().amax(2) / 127).bfloat16()
-    values = (groups / scales.float().clamp(min=1e-30)[:, :, None]).round().to(torch.int8)
+    largest = groups.abs().amax(2)
+    # The compiler takes 0 times what is infinite for 0.
+    scales = torch.where(largest <= torch.finfo(torch.float32).max, largest / 127, torch.nan).bfloat16()
+    values = (groups / scales.float().clamp(min=TINY)[:, :, None]).round().to(torch.int8)
     words = torch.cat([values.view(-1, RECORD).view(torch.int32), scales.view(torch.int32)], 1)
     return words.view(torch.uint8).flatten()
 
@@ -51,7 +55,9 @@ def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return kernels[1](records, records.new_empty(count, dtype=dtype))
     words = records.view(torch.int32).view(-1, RECORD_BYTES // 4)
     scales = words[:, -1:].view(torch.bfloat16).float()
-    x = (words[:, :-1].view(torch.int8).view(-1, 2, GROUP) * scales[:, :, None]).flatten().to(dtype)
+    x = (words[:, :-1].view(torch.int8).view(-1, 2, GROUP) * scales[:, :, None]).flatten()
+    # A scale that was rounded up would make the largest number infinite.
+    x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
     # Not by a slice: what the compiler for CPUs makes of it loses the last of a group that is not whole.
     return x if x.numel() == count else x.as_strided((count,), (1,))
 

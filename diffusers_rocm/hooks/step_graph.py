@@ -209,7 +209,8 @@ class StepGraph(AroundCall):
         kind = self._kind(spec, leaves)
         replayed = kind.replay is not None
         answer = kind.step(leaves) if replayed else None
-        # Asked while the GPU has something to do. What was replayed in vain has done no harm.
+        # Asked while the GPU has something to do. What all ranks have replayed in vain has done no harm; where some of
+        # them have not, all raise, and the others' GPUs wait until their processes end.
         if not self._is_as_it_was(kind):
             self.forget()
             self._fixed = _Fixed(self._module)
@@ -232,6 +233,7 @@ class StepGraph(AroundCall):
         except Exception:
             self.forget()  # on all ranks: a graph of some of them would wait for the others
             raise
+        self._in_vain = 0
         return kind.step(leaves)
 
     def _is_as_it_was(self, kind: _Kind) -> bool:

@@ -288,16 +288,23 @@ def pipeline_worker(degrees: dict[str, int]) -> tuple[float, int]:
 @torch.no_grad()
 def two_models_worker() -> tuple[list[str], list[str]]:
     """Of two models in one mesh, whose memory goes with the graph of the first, and with that of the second."""
-    models = [FluxTransformerTesterConfig().get_model() for _ in range(2)]
+    config, inputs = FluxTransformerTesterConfig(), FluxTransformerTesterConfig().get_inputs(1)
+    models, found = [config.get_model() for _ in range(2)], []
     for model in models:
-        model.enable_parallelism(config=ParallelConfig(tp=2))
-    graphs, found = [StepGraph(model) for model in models], []
+        model.enable_parallelism(config=ParallelConfig(ulysses=2))
+    graphs = [StepGraph(model) for model in models]
+    with emulated():
+        for model in models * (WARM_UP + 1):
+            config.get_output(model, inputs)
     for graph in graphs:
+        assert graph.captured
         with (
+            mock.patch.object(graph._split, "by_copies") as by_copies,
             mock.patch.object(step_graph, "forget_places") as places,
             mock.patch.object(step_graph.host_memory, "forget") as host,
         ):
             graph.remove()
+        assert not graph._kinds and by_copies.call_args_list == [mock.call(False)]
         assert places.call_args_list == host.call_args_list
         found.append([call.args[0].group_name for call in places.call_args_list])
     axes = vars(model.parallelism.axes).values()
@@ -326,6 +333,7 @@ def one_rank_worker() -> tuple[list[int], float, list[str]]:
         use()
         scale = {"joint_attention_kwargs": {"scale": 1.0 + first}}
         messages.append(message_of(config.get_output, model, steps[0] | scale))
+        messages.append(message_of(config.get_output, model, config.get_inputs(3 + first)))
         graph.forget()
         config.get_output(model, steps[0])
         if first:
@@ -366,7 +374,7 @@ class TestStepGraph(unittest.TestCase):
         """All capture anew: what one rank launches as ever and the other replays would never meet on GPUs."""
         for captures, error, messages in run_ranks(2, one_rank_worker):
             assert captures == [1, 2] and error <= FLOAT32_BAR, (captures, error)
-            for message, (first, second) in zip(messages, ((1, 1), (1, 2)), strict=True):
+            for message, (first, second) in zip(messages, ((1, 1), (1, 1), (1, 2)), strict=True):
                 kind = "of kind [0-9a-f]{8}"
                 self.assertRegex(
                     message,
