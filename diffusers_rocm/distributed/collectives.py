@@ -291,17 +291,25 @@ def start_gather_tokens(
 
 
 def start_exchange(
-    parts: list[torch.Tensor], dim: int, send: tuple[int, ...], receive: tuple[int, ...], axis: Axis
+    parts: list[torch.Tensor],
+    dim: int,
+    send: tuple[int, ...],
+    receive: tuple[int, ...],
+    axis: Axis,
+    exact: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Begin an all-to-all of what is `joined`, which holds `send[i]` elements for each rank i.
 
     In compiled code over slow links others may begin before it has come.
 
+    Args:
+        exact: as it is, also where the axis sends in 8 bits.
+
     Returns:
         A function that waits, and answers [sum(receive)], in rank order.
     """
-    trained = any(map(_needs_grad, parts))
-    plain = not trained and axis.communication == EXACT and all(part.dtype == parts[0].dtype for part in parts)
+    trained, exact = any(map(_needs_grad, parts)), exact or axis.communication == EXACT
+    plain = not trained and exact and all(part.dtype == parts[0].dtype for part in parts)
     if axis.peer_memory and plain and all(size == send[0] for size in (*send, *receive)):
         received = exchange_by_copies(parts, dim, axis.size, axis.group)
         return lambda: received
@@ -309,7 +317,7 @@ def start_exchange(
     if trained:
         received = _Exchange.apply(x, send, receive, axis)
         return lambda: received
-    if axis.communication == EXACT:
+    if exact:
         return _start_exchange(x, send, receive, axis)
     sizes = (tuple(map(compressed_size, counts)) for counts in (send, receive))
     arrive = _start_exchange(compress_parts(x, send), *sizes, axis)

@@ -5,24 +5,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compression import GROUP, RECORD_BYTES, TINY, compressed_size
+from .compression import GROUP, RECORD_BYTES, TINY, TURNED, compressed_size
 
 
 # Of a program.
-GROUPS = 64
+GROUPS = 128
+
+
+@triton.jit
+def _turned(x, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """As `compression.turned`: an element's place among eight has three bits, which take turns to be the last."""
+    x = tl.reshape(x, (GROUPS * GROUP // 8, 2, 2, 2))
+    for _ in tl.static_range(3):
+        first, second = tl.split(x)
+        x = tl.permute(tl.join(first + second, first - second), (0, 3, 1, 2))
+    return tl.reshape(x, (GROUPS, GROUP))
 
 
 @triton.jit
 def _compress_kernel(
-    x, records, scales, count, TINY: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr
+    x,
+    records,
+    scales,
+    count,
+    TINY: tl.constexpr,
+    TURNED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     record, second = group // 2, group % 2
     of_group = tl.arange(0, GROUP)[None, :]
     at = group[:, None] * GROUP + of_group
-    values = tl.load(x + at, at < count, 0.0).to(tl.float32)
-    # A maximum would pass over what is not a number; a sum does not, and of numbers 0 times it is 0.
-    scale = (tl.max(tl.abs(values), 1) / 127 + 0.0 * tl.sum(values, 1)).to(tl.bfloat16)
+    values = _turned(tl.load(x + at, at < count, 0.0).to(tl.float32) / TURNED, GROUPS, GROUP)
+    # A maximum would pass over what is not a number; a sum of 0 times each does not, and of numbers it is 0.
+    scale = (tl.max(tl.abs(values), 1) / 127 + tl.sum(0.0 * values, 1)).to(tl.bfloat16)
     rounded = tl.floor(values / tl.maximum(scale.to(tl.float32), TINY)[:, None] + 0.5)
     rounded = tl.minimum(rounded, 127)  # more, where a scale was cut off and not rounded
     exists = record * 2 * GROUP < count
@@ -32,13 +50,21 @@ def _compress_kernel(
 
 @triton.jit
 def _decompress_kernel(
-    records, scales, into, count, MOST: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, GROUPS: tl.constexpr
+    records,
+    scales,
+    into,
+    count,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     record, second = group // 2, group % 2
     of_group = tl.arange(0, GROUP)[None, :]
     at = group[:, None] * GROUP + of_group
-    values = tl.load(records + (record * BYTES + second * GROUP)[:, None] + of_group, at < count, 0).to(tl.float32)
+    place, exists = (record * BYTES + second * GROUP)[:, None] + of_group, (group * GROUP < count)[:, None]
+    values = _turned(tl.load(records + place, exists, 0).to(tl.float32), GROUPS, GROUP)
     scale = tl.load(scales + record * (BYTES // 2) + GROUP + second, group * GROUP < count, 0.0).to(tl.float32)
     # A scale that was rounded up would make the largest number infinite.
     product = values * scale[:, None]
@@ -52,7 +78,7 @@ def compress(x: Tensor) -> Tensor:
     records = torch.empty(compressed_size(x.numel()), dtype=torch.uint8, device=x.device)
     given = x, records.view(torch.int8), records.view(torch.bfloat16), x.numel()
     with torch.cuda.device(x.device):
-        _compress_kernel[_programs(x)](*given, TINY, GROUP, RECORD_BYTES, GROUPS)
+        _compress_kernel[_programs(x)](*given, TINY, TURNED, GROUP, RECORD_BYTES, GROUPS)
     return records
 
 

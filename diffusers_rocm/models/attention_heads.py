@@ -3,11 +3,14 @@
 Messages are laid out tokens first, [S, B, H, D], so that parts of any length are joined by lying one after another:
 what arrives is used through a view, without a copy. Over slow links long sequences go a group of heads at a time: the
 next group is on its way while the one that is there computes.
+
+In 8 bits queries go as they are, in a message of their own: where one is rounded all of its scores move together, and
+the answer with them, while what is rounded of keys and values is averaged (docs/numerics.md).
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
 from ..distributed.choices import begins_early
 from ..distributed.collectives import exchange_in_group, joined, start_exchange
-from ..distributed.compression import compress_parts, compressed_size, decompress_parts
+from ..distributed.compression import EXACT, compress_parts, compressed_size, decompress_parts
 from ..distributed.sharding import Block
 from .attention_kernels import KERNELS
 
@@ -42,8 +45,19 @@ def remembered(function: Callable[P, R]) -> Callable[P, R]:
 # Of one rank: its query heads, and the key heads that they attend with.
 Share = tuple[slice, slice]
 
-# A tensor [B, S, H, D], and the heads of it that each rank has.
-Cut = tuple[Tensor, tuple[slice, ...]]
+
+class Cut(NamedTuple):
+    """What is sent of a tensor.
+
+    Attributes:
+        x: [B, S, H, D].
+        heads: that each rank has.
+        exact: whether it goes as it is, where others are in 8 bits.
+    """
+
+    x: Tensor
+    heads: tuple[slice, ...]
+    exact: bool = False
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:
@@ -73,16 +87,16 @@ def _counts(*of: slice) -> list[int]:
 
 def _cuts(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> list[Cut]:
     queries, keys = zip(*shares, strict=True)
-    return [(q, queries), (k, keys), (v, keys)]
+    return [Cut(q, queries, exact=True), Cut(k, keys), Cut(v, keys)]
 
 
 def _to_each(cuts: Sequence[Cut]) -> tuple[list[Tensor], int]:
     """One message of all cuts, to every rank its heads: the parts of it, and the dim that they are joined along."""
-    world = len(cuts[0][1])
-    if all(x.shape[2] % world == 0 for x, _ in cuts):  # one copy, not one for each rank
-        by_rank = ((x.unflatten(2, (world, -1)), of[0]) for x, of in cuts)
-        return [x[:, :, :, of].permute(2, 1, 0, 3, 4) for x, of in by_rank], 3
-    return [tokens_first(*(x[:, :, of[rank]] for x, of in cuts)).flatten() for rank in range(world)], 0
+    world = len(cuts[0].heads)
+    if all(cut.x.shape[2] % world == 0 for cut in cuts):  # one copy, not one for each rank
+        by_rank = ((cut.x.unflatten(2, (world, -1)), cut.heads[0]) for cut in cuts)
+        return [x[:, :, :, heads].permute(2, 1, 0, 3, 4) for x, heads in by_rank], 3
+    return [tokens_first(*(cut.x[:, :, cut.heads[rank]] for cut in cuts)).flatten() for rank in range(world)], 0
 
 
 def _from_each(received: Tensor, batch: int, size: int, counts: Sequence[int]) -> tuple[Tensor, ...]:
@@ -128,12 +142,24 @@ def scatter_heads(
 
 def _start_to_scatter(cuts: Sequence[Cut], lengths: tuple[int, ...], axis: Axis) -> Callable[[], tuple[Tensor, ...]]:
     """Begin to send each rank its heads; what waits, and answers [B, S, heads, D] of each cut for this rank."""
-    batch, length, _, size = cuts[0][0].shape
-    counts = [_counts(*(of[rank] for _, of in cuts)) for rank in range(axis.size)]
-    send = tuple(length * batch * sum(each) * size for each in counts)
-    receive = tuple(each * batch * sum(counts[axis.rank]) * size for each in lengths)
-    arrive = start_exchange(*_to_each(cuts), send, receive, axis)
-    return lambda: _from_each(arrive(), batch, size, counts[axis.rank])
+    start = functools.partial(start_exchange, axis=axis)
+    return _start_messages(cuts, lengths, axis.rank, axis.communication == EXACT, start)
+
+
+def _start_messages(
+    cuts: Sequence[Cut], lengths: Sequence[int], rank: int, exact: bool, start: Callable[..., Callable[[], Tensor]]
+) -> Callable[[], tuple[Tensor, ...]]:
+    """`_start_to_scatter`, in one message, or in 8 bits in two; `start` begins one, as `start_exchange` does."""
+    batch, length, _, size = cuts[0].x.shape
+    messages = [cuts] if exact else [[cut for cut in cuts if cut.exact is way] for way in (True, False)]
+    coming = []
+    for message in filter(None, messages):
+        counts = [_counts(*(cut.heads[each] for cut in message)) for each in range(len(lengths))]
+        send = tuple(length * batch * sum(each) * size for each in counts)
+        receive = tuple(each * batch * sum(counts[rank]) * size for each in lengths)
+        arrive = start(*_to_each(message), send, receive, exact=exact or message[0].exact)
+        coming.append((arrive, counts[rank]))
+    return lambda: tuple(x for arrive, counts in coming for x in _from_each(arrive(), batch, size, counts))
 
 
 def gather_heads(out: Tensor, heads: int, lengths: tuple[int, ...], axis: Axis) -> Tensor:
@@ -220,7 +246,9 @@ def _in_groups(
     world, (batch, length, heads, size) = len(lengths), q.shape
     process_group = dist.distributed_c10d._resolve_process_group(group)
 
-    def send(x: Tensor, outgoing: list[int], incoming: list[int], beside: bool) -> Callable[[], Tensor]:
+    def send(
+        x: Tensor, outgoing: Sequence[int], incoming: Sequence[int], beside: bool, exact: bool
+    ) -> Callable[[], Tensor]:
         """Begin to, beside what is computed next, or now."""
         sizes = outgoing, incoming
         if not exact:
@@ -235,20 +263,18 @@ def _in_groups(
 
         return arrive if exact else lambda: decompress_parts(arrive(), incoming, q.dtype)
 
-    def send_group(index: int) -> Callable[[], Tensor]:
-        shares = parts[index]
-        cuts = _cuts(q, k, v, shares)
-        counts = [sum(_counts(*(of[each] for _, of in cuts))) for each in range(world)]
-        outgoing = [length * batch * count * size for count in counts]
-        incoming = [tokens * batch * counts[rank] * size for tokens in lengths]
-        return send(joined(*_to_each(cuts)), outgoing, incoming, beside=index > 0)
+    def send_group(index: int) -> Callable[[], tuple[Tensor, ...]]:
+        def start(of: list[Tensor], dim: int, outgoing: tuple[int, ...], incoming: tuple[int, ...], exact: bool):
+            return send(joined(of, dim), outgoing, incoming, index > 0, exact)
+
+        return _start_messages(_cuts(q, k, v, parts[index]), lengths, rank, exact, start)
 
     def send_back(outs: list[Tensor], indices: range, beside: bool) -> tuple[Callable[[], Tensor], list[int]]:
         count = sum(out.shape[2] for out in outs)
         counts = [sum(parts[i][each][0].stop - parts[i][each][0].start for i in indices) for each in range(world)]
         incoming = [length * batch * each * size for each in counts]
         outgoing = [tokens * batch * count * size for tokens in lengths]
-        return send(tokens_first(*outs).flatten(), outgoing, incoming, beside), incoming
+        return send(tokens_first(*outs).flatten(), outgoing, incoming, beside, exact), incoming
 
     parts = [_shares(heads, k.shape[2], world, index, groups) for index in range(groups)]
     whole, outs, back = _shares(heads, heads, world)[rank][0], [], []
@@ -262,13 +288,8 @@ def _in_groups(
             back.append(send_back(outs, range(index), beside=True))
             outs = []
         rows = mask if mask is None or mask.shape[1] == 1 else mask[:, _within(share[0], whole)]
-        counts = _counts(share[0], share[1], share[1])
         # No name for what the kernel takes, or answers, which would keep it beyond the next.
-        outs.append(
-            KERNELS[kernel](
-                *_attended(*_from_each(received, batch, size, counts), share, heads // k.shape[2]), rows, scale
-            )[0]
-        )
+        outs.append(KERNELS[kernel](*_attended(*received, share, heads // k.shape[2]), rows, scale)[0])
     received = None
     back.append(send_back(outs, range(groups - 1, groups), beside=False))
     of_each = [[part.view(length, batch, -1, size) for part in arrive().split(incoming)] for arrive, incoming in back]

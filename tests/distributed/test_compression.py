@@ -107,8 +107,8 @@ def trained_inputs(prompts: list[str]) -> list[dict]:
 
 @torch.no_grad()
 @mock.patch.object(collectives, "COMPRESSED_FROM", 1)
-def trained_worker(meshes: list[dict[str, int]], prompts: list[str]) -> tuple[float, list[float]]:
-    """The embedded model's error in bfloat16, in one process and with 8 bits: the root of its mean square."""
+def trained_worker(meshes: list[dict[str, int]], prompts: list[str]) -> list[torch.Tensor]:
+    """The embedded model's error in each forward in bfloat16, in one process, and with 8 bits with each mesh."""
     inputs = trained_inputs(prompts)
 
     def load(dtype: torch.dtype) -> FluxTransformer2DModel:
@@ -120,16 +120,15 @@ def trained_worker(meshes: list[dict[str, int]], prompts: list[str]) -> tuple[fl
 
     wanted = answers(load(torch.float32))
 
-    def error(model: FluxTransformer2DModel) -> float:
-        errors = [relative_l2(x, y) ** 2 for x, y in zip(answers(model), wanted, strict=True)]
-        return math.sqrt(sum(errors) / len(errors))
+    def errors(model: FluxTransformer2DModel) -> torch.Tensor:
+        return torch.tensor([relative_l2(x, y) for x, y in zip(answers(model), wanted, strict=True)])
 
-    of_meshes = []
+    by_mesh = [errors(load(torch.bfloat16))]
     for degrees in meshes:
         model = load(torch.bfloat16)
         model.enable_parallelism(config=ParallelConfig(**degrees, communication="int8"))
-        of_meshes.append(error(model))
-    return error(load(torch.bfloat16)), of_meshes
+        by_mesh.append(errors(model))
+    return by_mesh
 
 
 @torch.no_grad()
@@ -163,11 +162,20 @@ class TestCompression(unittest.TestCase):
         x = (size * randn(count, seed=seed)).to(dtype)
         records = compress(x)
         assert records.dtype == torch.uint8 and records.shape == (compressed_size(count),)
-        assert records.numel() == -(-count // 64) * 68
+        assert records.numel() == -(-count // 32) * 36
         back = decompress(records, count, torch.float32)
-        largest = torch.nn.functional.pad(x.float().abs(), (0, -count % 32)).view(-1, 32).amax(1)
-        bound = (largest / 254 * (1 + 2**-7)).repeat_interleave(32)[:count]  # a scale has eight bits of its own
-        assert (back - x.float()).abs().le(bound).all()
+        # Turned as a matrix, of numbers of float64; a scale has eight bits of its own.
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        for _ in range(3):
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        turned, of_back = (
+            (torch.nn.functional.pad(each.double(), (0, -count % 16)).view(-1, 2, 8) @ matrix / 8).view(-1, 16)
+            for each in (x, back)
+        )
+        bound = turned.abs().amax(1, keepdim=True) / 254 * (1 + 2**-7)
+        whole = count // 16
+        assert (of_back - turned)[:whole].abs().le(bound[:whole]).all()
+        assert relative_l2(back.double(), x.double()) < 0.02
 
     def test_what_is_not_finite_is_seen(self):
         x = torch.ones(3 * GROUP)
@@ -193,6 +201,13 @@ class TestCompression(unittest.TestCase):
         torch._dynamo.reset()
         back = torch.compile(decompress_parts, fullgraph=True)(records, counts, torch.float32)
         assert torch.equal(back, decompress_parts(records, counts, torch.float32)) and relative_l2(back, x) < 0.007
+
+    def test_neighbours_of_what_is_large_are_not_coarse(self):
+        x = randn(1000 * GROUP, seed=0).view(-1, GROUP)
+        x[:, 5] *= 30
+        back = decompress(compress(x.flatten()), x.numel(), torch.float32).view_as(x)
+        # With the scale of what is large each would be 0.07 off.
+        assert (back - x)[:, :5].square().mean().sqrt() < 0.04
 
     def test_float8_rounds_more_coarsely(self):
         x = randn(1000 * GROUP, seed=0)
@@ -224,8 +239,11 @@ class TestCompression(unittest.TestCase):
     def test_trained_model(self):
         """Queries and keys of trained weights are larger than random ones, and what is rounded of them counts more."""
         meshes = [{"tp": 4}, {"ulysses": 4}, {"ring": 4}, {"tp": 2, "ulysses": 2}]
-        for one_process, errors in run_ranks(4, trained_worker, meshes, held_out_prompts(4)):
-            assert max(errors) <= BAR * one_process, (errors, one_process)
+        for one_process, *by_mesh in run_ranks(4, trained_worker, meshes, held_out_prompts(8)):
+            for degrees, errors in zip(meshes, by_mesh, strict=True):
+                assert (errors <= BAR * one_process).all(), (degrees, errors / one_process)
+                # Of all together: queries in 8 bits would have 1.23, and larger groups 1.22.
+                assert errors.norm() <= 1.2 * one_process.norm(), (degrees, errors.norm() / one_process.norm())
 
     @parameterized.expand([({"tp": 2},), ({"ulysses": 2},), ({"ring": 2},)])
     @slow
@@ -288,7 +306,7 @@ class TestKernels(unittest.TestCase):
         torch.testing.assert_close(back.cpu(), wanted, rtol=1e-5, atol=1.01 * step.item())
         # Interpreted, it cuts bits off, of scales and of the answer, where a GPU rounds.
         if self.device == "cuda":
-            self.assertLess((back.cpu() - wanted).abs().gt(1e-5).float().mean(), 0.01)
+            self.assertLess((back.cpu() - wanted).abs().gt(1e-5).float().mean(), 0.03)  # one in 250, turned
         into = compression_triton.decompress(records, torch.empty(count, dtype=dtype, device=self.device))
         torch.testing.assert_close(into.float(), back, rtol=0 if dtype == torch.float32 else 2**-7, atol=0)
 
@@ -310,6 +328,19 @@ class TestKernels(unittest.TestCase):
         self.assertTrue(back[GROUP : 2 * GROUP].isnan().all())
         for part in (slice(GROUP), slice(2 * GROUP, None)):
             torch.testing.assert_close(back[part], x[part], rtol=2**-8, atol=0)
+
+    @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+    def test_compiled_code_calls_them(self):
+        x = randn(5003, seed=0).bfloat16().cuda()
+
+        def both(x: torch.Tensor) -> torch.Tensor:
+            return 3 * decompress(compress(2 * x), len(x), torch.bfloat16)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(both, fullgraph=True)
+        with mock.patch.object(compression, "_kernels_of", wraps=compression._kernels_of) as asked:
+            self.assertTrue(torch.equal(compiled(x), both(x)))
+        self.assertEqual(asked.call_count, 4)
 
     def test_are_taken(self):
         """What is tried first finds them right."""
