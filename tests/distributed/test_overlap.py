@@ -289,14 +289,15 @@ class TestOverlap(unittest.TestCase):
     def test_mlp_is_under_the_messages(self):
         """Its product under the first, its part of the output's under the second; over slow links values go before,
         and those of queries and keys are under them, and queries and keys, and what goes back, are two messages each,
-        which begin when what is sent is there, and the products are under the last of each; not on GPUs that were
-        not measured. All that a ring gathers goes at once, values first; by copies in one message, queries beside
-        it, too."""
+        which begin when what is sent is there, and the products are under the last of each; in 8 bits queries and
+        keys are in messages of their own; not on GPUs that were not measured. All that a ring gathers goes at once,
+        values first; by copies in one message, queries beside it, too."""
         both, ring = {"ulysses": 2}, {"ring": 2}
         plain = [1, 1], ["begin", "wait"] * 2
         halves = [2, 0, 1, 0, 1], [*["begin"] * 3, "wait", *["wait", "begin"] * 2, "wait", "wait"]
         rounded = both | {"communication": "int8"}
-        kinds = (False, both, plain), (True, rounded, halves), (True, both, halves), (True, both, False, plain)
+        apart = [2, 0, 0, 0, 1, 0, 1], [*["begin"] * 5, "wait", *["wait", "wait", "begin"] * 2, "wait", "wait"]
+        kinds = (False, both, plain), (True, rounded, apart), (True, both, halves), (True, both, False, plain)
         for *how, wanted in kinds:
             for error, *found in run_ranks(2, flux_worker, *how):
                 assert error <= (0.02 if rounded in how else FLOAT32_BAR) and found == [*wanted], (error, found)
