@@ -33,8 +33,15 @@ def add_parser(subparsers) -> None:
     generate.add_arguments(parser)
     meshes = {"nargs": "+", "action": "extend", "required": True}
     parser.add_argument("--mesh", help="tp=2 ulysses=2 ..., in place of --tp, --ulysses", **meshes)
-    parser.add_argument("--repeats", type=int, default=3, help="pictures that are timed, after one that is not")
-    parser.add_argument("--rounds", type=int, default=2, help="how often all meshes are gone through, and loaded")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="pictures that are timed, after one that is not (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="how often all meshes are gone through, and loaded (default: %(default)s)",
+    )
     add_output_arguments(parser)
 
 

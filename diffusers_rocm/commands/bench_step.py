@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16; float32 on a CPU"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs if there are any")
-    parser.add_argument("--repeats", type=int, default=8, help="times in a row that are measured")
+    parser.add_argument(
+        "--repeats", type=int, default=8, help="times in a row that are measured (default: %(default)s)"
+    )
     add_output_arguments(parser)
     add_rank_arguments(parser)
 
@@ -76,8 +78,10 @@ def add_parser(subparsers) -> None:
         action="store_true",
         help="compare with float32: no row may be 1.25 times as far from it as one rank is, or 1.5 times in int8",
     )
-    parser.add_argument("--warmup", type=int, default=2, help="steps before the times")
-    parser.add_argument("--rounds", type=int, default=2, help="how often all rows are gone through")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the times (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="how often all rows are gone through (default: %(default)s)"
+    )
 
 
 def check(args: argparse.Namespace) -> StepRequest:

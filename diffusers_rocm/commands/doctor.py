@@ -49,7 +49,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--static", action="store_true", help="only look: nothing is tried on the devices")
     parser.add_argument("--gpus", type=int, help="how many to try (default: all; on a CPU 2 ranks)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPUs if there are any (ROCm: cuda)")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which what is tried is killed")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds after which what is tried is killed (default: %(default)g)",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser
 

@@ -77,7 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-sequence-length", type=int, help="text tokens")
     parser.add_argument("--seed", help="one seed, one picture, on any number of ranks; 1,2,3: one picture with each")
     parser.add_argument(
-        "--num-images-per-prompt", type=int, default=1, help="their seeds follow each other; --dp makes some at a time"
+        "--num-images-per-prompt",
+        type=int,
+        default=1,
+        help="their seeds follow each other; --dp makes some at a time (default: %(default)s)",
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"))
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPUs if there are any (ROCm: cuda)")
@@ -124,7 +127,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vae-tiling", action="store_true", help="the VAE takes a picture in tiles")
     parser.add_argument("--vae-slicing", action="store_true", help="the VAE takes the pictures of a batch one by one")
-    parser.add_argument("--timeout", type=float, default=10.0, help="minutes for which a rank waits for the others")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        help="minutes for which a rank waits for the others (default: %(default)g)",
+    )
     add_rank_arguments(parser)
 
 

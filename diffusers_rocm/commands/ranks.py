@@ -28,7 +28,11 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, help=f"of node 0, where all meet (default: {DEFAULT_PORT}; on one node any free one)"
     )
     parser.add_argument(
-        "--node-timeout", type=float, default=300.0, metavar="SECONDS", help="how long to wait for the other nodes"
+        "--node-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for the other nodes (default: %(default)g)",
     )
     parser.add_argument("--log-dir", type=Path, help="keep what each rank says, in a file of its own")
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="default: warning")

@@ -75,7 +75,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPUs if there are any (ROCm: cuda)")
     parser.add_argument("--out", type=Path, default=Path("validation"), help="folder of report.md and report.json")
     parser.add_argument("--quick", action="store_true", help="pictures and one model; no benchmark")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a step is given up")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds after which a step is given up (default: %(default)g)"
+    )
     return parser
 
 

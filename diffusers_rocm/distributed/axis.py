@@ -1,6 +1,7 @@
 """One axis of the device mesh, as the rest of the package sees it."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -70,3 +71,8 @@ class Axis:
 
 def _current_device(kind: str) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the ranks of a group wait for each other."""
+    return group._get_backend(device).options._timeout

@@ -14,7 +14,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import default_device_type
-from .axis import Axis
+from .axis import Axis, timeout_of
 
 
 AXES = ("dp", "cfg", "ring", "ulysses", "tp")
@@ -78,8 +78,7 @@ def _axis(mesh: DeviceMesh | None, name: str, members: tuple[str, ...]) -> Axis:
 def _use_default_timeout(part: DeviceMesh) -> None:
     """Let the group of a 1-D mesh wait as long as the default one, and not as long as torch's own default."""
     if part.size() > 1 and dist.get_backend() != "fake":  # the planner's ranks, which do not exist
-        backend = dist.group.WORLD._get_backend(torch.device(part.device_type))
-        part.get_group().set_timeout(backend.options._timeout)
+        part.get_group().set_timeout(timeout_of(dist.group.WORLD, torch.device(part.device_type)))
 
 
 def resolve_degrees(degrees: Mapping[str, int], world: int) -> dict[str, int]:
@@ -173,7 +172,7 @@ def of_hosts(axis: Axis) -> Axis:
     forget_former_groups()
     name = axis.group.group_name
     if name not in _hosts:
-        timeout = axis.group._get_backend(axis.device).options._timeout
+        timeout = timeout_of(axis.group, axis.device)
         group = dist.new_group(axis.ranks(), timeout, "gloo", use_local_synchronization=True)
         _hosts[name] = Axis(axis.name, group, axis.rank, axis.size, axis.first, torch.device("cpu"))
     return _hosts[name]

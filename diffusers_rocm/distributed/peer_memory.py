@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
+from .axis import timeout_of
 from .beside import copy_beside
 from .graph_calls import come_to, current_call, register
 from .host_memory import tried
@@ -278,7 +279,7 @@ def _share_alone(times: int, device: torch.device) -> bool:
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> int:
     """Milliseconds that the ranks of a group wait for each other."""
-    return group._get_backend(device).options._timeout // timedelta(milliseconds=1)
+    return timeout_of(group, device) // timedelta(milliseconds=1)
 
 
 def _by_group(x: Tensor, count: int, world: int, group: str) -> Tensor:
