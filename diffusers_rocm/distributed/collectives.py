@@ -264,18 +264,25 @@ def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: i
 
 
 def start_gather_tokens(
-    parts: list[torch.Tensor], dim: int, sizes: tuple[int, ...], axis: Axis, later: torch.Tensor | None = None
+    parts: list[torch.Tensor],
+    dim: int,
+    sizes: tuple[int, ...],
+    axis: Axis,
+    later: torch.Tensor | None = None,
+    exact: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Begin to gather activations of all ranks, as `start_exchange` begins.
 
     Args:
         parts: [sizes[rank], ...] each, of one dtype; joined along `dim`, above 0.
         later: what is beside the message, as of `gather_by_copies`.
+        exact: as they are, also where the axis sends in 8 bits.
 
     Returns:
         A function that waits, and answers the ranks', joined along dim 0.
     """
-    plain = not any(map(_needs_grad, parts)) and axis.communication == EXACT
+    exact = exact or axis.communication == EXACT
+    plain = exact and not any(map(_needs_grad, parts))
     if axis.peer_memory and plain and min(sizes) == max(sizes):
         received = gather_by_copies(parts, dim, axis.size, axis.group, later)
         return lambda: received
@@ -283,7 +290,7 @@ def start_gather_tokens(
     if _needs_grad(x):
         gathered = _Gather.apply(x, sizes, axis, 0)
         return lambda: gathered
-    if axis.communication == EXACT:
+    if exact:
         return _start_all_gather(x, sizes, axis, 0)
     counts = [size * x.shape[1:].numel() for size in sizes]
     arrive = _start_all_gather(compress(x.flatten()), tuple(map(compressed_size, counts)), axis, 0)

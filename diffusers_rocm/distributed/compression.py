@@ -1,11 +1,12 @@
 """Activations in 8 bits for links that are slow: lossy, and only where it is asked for by name (`communication=`).
 
 Elements that lie next to each other are turned, eight at a time, into their sums and differences (the Walsh-Hadamard
-transform, as in QuaRot, Ashkboos et al., 2024), and back where they arrive: so what is large in one channel does not
-make its neighbours' rounding coarse. Groups of them are integers times a scale, which goes with them in bfloat16. Two
+transform, as in QuaRot, Ashkboos et al., 2024), and back where they arrive: so what is large in one channel makes its
+neighbours' rounding less coarse. Groups of them are integers times a scale, which goes with them in bfloat16. Two
 small groups with such scales take as many bytes as a large one with a scale in float32, and are rounded more finely.
 float8 takes as many bytes and rounds more coarsely (tests/distributed/test_compression.py). What is not finite makes
-its whole group NaN, and is seen where it arrives. With gradients nothing is lossy.
+its whole group NaN, and is seen where it arrives. What needs a gradient is sent as it is, and so are all three of an
+attention of which one does.
 
 On a GPU it is a kernel of Triton's each way, where that is right, which compiled code calls, too; else operations of
 torch's, of which there are many.
@@ -29,7 +30,7 @@ RECORD = 2 * GROUP
 RECORD_BYTES = RECORD + 2 * 2
 # Elements that are turned together.
 TURNED = 8
-# The least scale that is divided by.
+# The least scale that is divided by: what is smaller than 127 of them is far off, or 0.
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -47,9 +48,9 @@ def compress(x: Tensor) -> Tensor:
         return kernels[0](x)
     padded = torch.nn.functional.pad(x, (0, -x.numel() % RECORD)).float()
     groups = turned(padded / TURNED).view(-1, 2, GROUP)
-    largest = groups.abs().amax(2)
+    most = groups.abs().amax(2)
     # The compiler takes 0 times what is infinite for 0.
-    scales = torch.where(largest <= torch.finfo(torch.float32).max, largest / 127, torch.nan).bfloat16()
+    scales = torch.where(most <= largest(torch.float32), most / 127, torch.nan).bfloat16()
     values = (groups / scales.float().clamp(min=TINY)[:, :, None]).round().to(torch.int8)
     words = torch.cat([values.view(-1, RECORD).view(torch.int32), scales.view(torch.int32)], 1)
     return words.view(torch.uint8).flatten()
@@ -66,8 +67,7 @@ def decompress(records: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     scales = words[:, -1:].view(torch.bfloat16).float()
     values = turned(words[:, :-1].view(torch.int8).float())
     x = (values.view(-1, 2, GROUP) * scales[:, :, None]).flatten()
-    # A scale that was rounded up would make the largest number infinite.
-    x = x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+    x = x.clamp(-largest(dtype), largest(dtype)).to(dtype)
     # Not by a slice: what the compiler for CPUs makes of it loses the last of a group that is not whole.
     return x if x.numel() == count else x.as_strided((count,), (1,))
 
@@ -82,6 +82,11 @@ def turned(x: Tensor) -> Tensor:
         sign = 1 - 2 * torch.arange(2, device=x.device)[:, None]
         x = pairs.flip(1) + sign * pairs
     return x.flatten()
+
+
+def largest(dtype: torch.dtype) -> float:
+    """What is more becomes this: a scale that was rounded up would make the largest number infinite."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def compress_parts(x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compression import GROUP, RECORD_BYTES, TINY, TURNED, compressed_size
+from .compression import GROUP, RECORD_BYTES, TINY, TURNED, compressed_size, largest
 
 
 # Of a program.
@@ -66,7 +66,6 @@ def _decompress_kernel(
     place, exists = (record * BYTES + second * GROUP)[:, None] + of_group, (group * GROUP < count)[:, None]
     values = _turned(tl.load(records + place, exists, 0).to(tl.float32), GROUPS, GROUP)
     scale = tl.load(scales + record * (BYTES // 2) + GROUP + second, group * GROUP < count, 0.0).to(tl.float32)
-    # A scale that was rounded up would make the largest number infinite.
     product = values * scale[:, None]
     product = tl.where(product > MOST, MOST, tl.where(product < -MOST, -MOST, product))  # NaN stays
     tl.store(into + at, product, at < count)
@@ -87,7 +86,7 @@ def decompress(records: Tensor, into: Tensor) -> Tensor:
     assert into.is_contiguous() and records.is_contiguous(), (into.stride(), records.stride())
     given = records.view(torch.int8), records.view(torch.bfloat16), into, into.numel()
     with torch.cuda.device(into.device):
-        _decompress_kernel[_programs(into)](*given, torch.finfo(into.dtype).max, GROUP, RECORD_BYTES, GROUPS)
+        _decompress_kernel[_programs(into)](*given, largest(into.dtype), GROUP, RECORD_BYTES, GROUPS)
     return into
 
 

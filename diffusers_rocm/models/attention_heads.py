@@ -22,7 +22,7 @@ from ..distributed.choices import begins_early
 from ..distributed.collectives import exchange_in_group, joined, start_exchange
 from ..distributed.compression import EXACT, compress_parts, compressed_size, decompress_parts
 from ..distributed.sharding import Block
-from .attention_kernels import KERNELS
+from .attention_kernels import KERNELS, needs_grad
 
 
 P, R = ParamSpec("P"), TypeVar("R")
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
 
     x: Tensor
     heads: tuple[slice, ...]
-    exact: bool = False
+    exact: bool
 
 
 def tokens_first(*tensors: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ def _counts(*of: slice) -> list[int]:
 
 
 def _cuts(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[Share]) -> list[Cut]:
-    queries, keys = zip(*shares, strict=True)
-    return [Cut(q, queries, exact=True), Cut(k, keys), Cut(v, keys)]
+    (queries, keys), exact = zip(*shares, strict=True), needs_grad(q, k, v)
+    return [Cut(q, queries, exact=True), Cut(k, keys, exact), Cut(v, keys, exact)]
 
 
 def _to_each(cuts: Sequence[Cut]) -> tuple[list[Tensor], int]:

@@ -262,7 +262,7 @@ def _keys_of_all(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], ring
     heads = q.shape[2]
 
     def start(*tensors: Tensor) -> Callable[[], Tensor]:
-        return start_gather_tokens([x.transpose(0, 1) for x in tensors], 2, lengths, ring, q)
+        return start_gather_tokens([x.transpose(0, 1) for x in tensors], 2, lengths, ring, q, needs_grad(q, k, v))
 
     if not begins_early(ring):
         return _keys_of(copy_to_axis(start(k, v)(), ring), heads)
