@@ -99,7 +99,7 @@ def collectives_worker(world: int) -> dict:
 
 
 def heads_worker(heads: int, key_heads: int) -> list[list[bool]]:
-    """What of an attention comes as it was, by Ulysses and by a ring: none needs a gradient, and then each by itself."""
+    """What of an attention comes as it was, by Ulysses and by a ring: none needs a gradient, then each by itself."""
     axes = [mesh_axes({name: 2}).sending("int8") for name in ("ulysses", "ring")]
     exactly = [mesh_axes({name: 2}) for name in ("ulysses", "ring")]
     lengths, rank, found = (5, 4), axes[0].ulysses.rank, []
