@@ -229,8 +229,9 @@ class _ShareGradient(torch.autograd.Function):
         return grad / ctx.size, None
 
 
-def _needs_grad(x: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
+def needs_grad(*tensors: torch.Tensor) -> bool:
+    """Will somebody ask for the gradients of any of them?"""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 # Elements of a sum below which 8 bits are not worth their launches: it is latency that small messages cost.
@@ -242,12 +243,12 @@ def copy_to_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
     This is `f` of Megatron-LM (Shoeybi et al., 2019, section 3); `reduce_from_axis` is its conjugate `g`.
     """
-    return _Copy.apply(x, axis) if _needs_grad(x) else x
+    return _Copy.apply(x, axis) if needs_grad(x) else x
 
 
 def reduce_from_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Partial sums leave a sharded region: their sum over the axis; the gradient passes as it is."""
-    if _needs_grad(x):
+    if needs_grad(x):
         return _Reduce.apply(x, axis)
     compressed = axis.communication != EXACT and x.numel() >= COMPRESSED_FROM
     return _sum_compressed(x, axis) if compressed else all_reduce(x, axis)
@@ -255,12 +256,12 @@ def reduce_from_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def sum_over_axis(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Partial sums that stay inside a sharded region: summed over the axis, and so are their gradients."""
-    return _Sum.apply(x, axis) if _needs_grad(x) else all_reduce(x, axis)
+    return _Sum.apply(x, axis) if needs_grad(x) else all_reduce(x, axis)
 
 
 def gather_from_axis(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int = -1) -> torch.Tensor:
     """Slices along `dim` leave a sharded region: all of them; each rank takes its slice of the gradient."""
-    return _Gather.apply(x, sizes, axis, dim) if _needs_grad(x) else all_gather(x, sizes, axis, dim)
+    return _Gather.apply(x, sizes, axis, dim) if needs_grad(x) else all_gather(x, sizes, axis, dim)
 
 
 def start_gather_tokens(
@@ -282,12 +283,12 @@ def start_gather_tokens(
         A function that waits, and answers the ranks', joined along dim 0.
     """
     exact = exact or axis.communication == EXACT
-    plain = exact and not any(map(_needs_grad, parts))
+    plain = exact and not needs_grad(*parts)
     if axis.peer_memory and plain and min(sizes) == max(sizes):
         received = gather_by_copies(parts, dim, axis.size, axis.group, later)
         return lambda: received
     x = torch.cat(parts, dim)
-    if _needs_grad(x):
+    if needs_grad(x):
         gathered = _Gather.apply(x, sizes, axis, 0)
         return lambda: gathered
     if exact:
@@ -315,7 +316,7 @@ def start_exchange(
     Returns:
         A function that waits, and answers [sum(receive)], in rank order.
     """
-    trained, exact = any(map(_needs_grad, parts)), exact or axis.communication == EXACT
+    trained, exact = needs_grad(*parts), exact or axis.communication == EXACT
     plain = not trained and exact and all(part.dtype == parts[0].dtype for part in parts)
     if axis.peer_memory and plain and all(size == send[0] for size in (*send, *receive)):
         received = exchange_by_copies(parts, dim, axis.size, axis.group)
@@ -338,7 +339,7 @@ def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 def share_gradient(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Identity whose gradient, equal on all ranks, becomes a part that the ranks can sum: the conjugate of a copy."""
-    return _ShareGradient.apply(x, axis) if _needs_grad(x) else x
+    return _ShareGradient.apply(x, axis) if needs_grad(x) else x
 
 
 def broadcast_from_first(value: Any, axis: Axis) -> Any:
@@ -355,7 +356,7 @@ def broadcast_from_first(value: Any, axis: Axis) -> Any:
     if axis.size == 1:
         return value
     if isinstance(value, torch.Tensor):
-        return _FromFirst.apply(value, axis) if _needs_grad(value) else _broadcast(value, axis)
+        return _FromFirst.apply(value, axis) if needs_grad(value) else _broadcast(value, axis)
     if isinstance(value, dict):
         return {key: broadcast_from_first(item, axis) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

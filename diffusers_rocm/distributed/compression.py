@@ -28,7 +28,7 @@ COMMUNICATION = (EXACT, "int8")
 GROUP = 16
 RECORD = 2 * GROUP
 RECORD_BYTES = RECORD + 2 * 2
-# Elements that are turned together.
+# Elements that are turned together: a power of two, of which both kinds of `turned` take its three steps.
 TURNED = 8
 # The least scale that is divided by: what is smaller than 127 of them is far off, or 0.
 TINY = torch.finfo(torch.float32).tiny

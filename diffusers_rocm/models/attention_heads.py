@@ -19,10 +19,10 @@ from torch import Tensor
 from ..distributed.axis import Axis
 from ..distributed.beside import begin_exchange
 from ..distributed.choices import begins_early
-from ..distributed.collectives import exchange_in_group, joined, start_exchange
+from ..distributed.collectives import exchange_in_group, joined, needs_grad, start_exchange
 from ..distributed.compression import EXACT, compress_parts, compressed_size, decompress_parts
 from ..distributed.sharding import Block
-from .attention_kernels import KERNELS, needs_grad
+from .attention_kernels import KERNELS
 
 
 P, R = ParamSpec("P"), TypeVar("R")

@@ -19,6 +19,8 @@ from diffusers.models.attention_dispatch import _HUB_KERNELS_REGISTRY, Attention
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from ..distributed.collectives import needs_grad
+
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -145,11 +147,6 @@ class Kernel:
         if lse is None:
             return out, None
         return normalise(out, lse, mask, self.heads_first)
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    """Will somebody ask for the gradients of any of them?"""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def normalise(out: Tensor, lse: Tensor, mask: Tensor | None, heads_first: bool) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..distributed.axis import Axis
 from ..distributed.beside import pass_on, send_to_all
 from ..distributed.choices import begins_early, goes_in_groups, goes_in_halves, groups_of_heads, hides_a_hop
-from ..distributed.collectives import all_gather, copy_to_axis, gather_from_axis, start_gather_tokens
+from ..distributed.collectives import all_gather, copy_to_axis, gather_from_axis, needs_grad, start_gather_tokens
 from ..distributed.compression import EXACT, compress, compressed_size, decompress, decompress_parts
 from ..distributed.peer_memory import lay_for_all
 from ..distributed.sharding import Block
@@ -30,7 +30,7 @@ from .attention_heads import (
     scatter_heads,
     tokens_first,
 )
-from .attention_kernels import KERNELS, Kernel, needs_grad
+from .attention_kernels import KERNELS, Kernel
 from .attention_merge import merge
 
 

@@ -196,16 +196,18 @@ class TestBenchStep(unittest.TestCase):
     def test_rows(self):
         self.check_rows("eager")
 
+    # Two to three minutes where nothing was compiled before, and longer beside other tests.
     @slow
+    @pytest.mark.timeout(600)
     def test_rows_in_two_modes(self):
-        self.check_rows("eager", "compile")
+        self.check_rows("eager", "compile", timeout=540)
 
-    def check_rows(self, *modes: str) -> None:
+    def check_rows(self, *modes: str, timeout: float = 240) -> None:
         """Every mesh in every mode, twice two times; a peer that is not installed is said, and not timed."""
         if importlib.util.find_spec("cache_dit") is not None:
             self.skipTest("cache-dit is installed")
         names = [ONE, "tp=2", "ring=2", "tp=2,int8", "cache-dit tp=2", "cache-dit ring=2"]
-        for rows in run_ranks(2, step_worker, *modes):
+        for rows in run_ranks(2, step_worker, *modes, timeout=timeout):
             assert [row[:2] for row in rows] == [(name, mode) for mode in modes for name in names]
             for name, _, count, distance, note in rows:
                 if "cache-dit" in name:
