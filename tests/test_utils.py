@@ -9,12 +9,15 @@ from pathlib import Path
 
 from parameterized import parameterized
 
+from .testing_utils import require_torch_accelerator
+
 
 UTILS = Path(__file__).parents[1] / "utils"
 TINY = [f"{name}=1" for name in ("num_layers", "num_single_layers")]
 TINY += ["num_attention_heads=2", "joint_attention_dim=32", "pooled_projection_dim=16"]
 SMALL = ["--resolution", "256", "--repeats", "1", "--steps", "2"]
-KERNELS = ["--device", "cpu", "--mode", "eager", "--mesh", "ulysses=2", "--resolution", "64", "--repeats", "1"]
+KERNELS = ["--mesh", "ulysses=2", "--resolution", "64", "--repeats", "1", "--config", *TINY]
+EAGER = ["--device", "cpu", "--mode", "eager"]
 
 
 class TestScripts(unittest.TestCase):
@@ -24,11 +27,18 @@ class TestScripts(unittest.TestCase):
             ("collectives", 2, "--out", ["--image", "64", "--text", "16", "--width", "64", "--hop", "16"]),
             ("overlap", 2, "--out", ["--rows", "64", "--sums", "64", "--width", "64", "--no-symmetric"]),
             ("guard", 2, "--out", ["--tp", "2", "--double", "1", "--single", "1", "--width", "256", *SMALL]),
-            ("kernels", 2, "--json", [*KERNELS, "--config", *TINY]),
-            ("kernels", 1, "--json", ["--alone", *KERNELS, "--config", *TINY]),
+            ("kernels", 2, "--json", [*EAGER, *KERNELS]),
+            ("kernels", 1, "--json", ["--alone", *EAGER, *KERNELS]),
         ]
     )
     def test_run(self, name, ranks, out, arguments):
+        self.check_run(name, ranks, out, arguments)
+
+    @require_torch_accelerator
+    def test_run_of_graphs(self):
+        self.check_run("kernels", 1, "--json", ["--alone", "--mode", "graph", *KERNELS])
+
+    def check_run(self, name: str, ranks: int, out: str, arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             launch = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
             file = Path(folder, "run.json")

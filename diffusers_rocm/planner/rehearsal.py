@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +31,7 @@ from ..benchmarks.known_models import KnownModel, Size, cannot_be_had, inputs, k
 from ..distributed import choices
 from ..distributed.choices import Busy
 from ..distributed.mesh import AXES
+from ..hooks import step_graph
 from ..models import modeling_utils
 from ..models._modeling_parallel import ParallelConfig
 
@@ -166,7 +167,8 @@ def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[N
             "links_are_slow": lambda axis: slow_links and axis.size > 1,
             "fewest_multiprocessors": lambda _: None,
         }
-        with mock.patch.multiple(modeling_utils, **answers):
+        hosts = mock.patch.object(step_graph, "of_hosts", lambda axis: replace(axis, device=torch.device("cpu")))
+        with mock.patch.multiple(modeling_utils, **answers), hosts:
             yield
     finally:
         dist.destroy_process_group()

@@ -13,8 +13,11 @@ from diffusers_rocm import ParallelConfig
 from diffusers_rocm.benchmarks.collective_calls import collective_calls
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, inputs
 from diffusers_rocm.distributed import choices
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.distributed.collectives import all_gather_int64
+from diffusers_rocm.hooks import step_graph
 from diffusers_rocm.planner import rehearsal
-from diffusers_rocm.planner.rehearsal import Ledger, rehearse
+from diffusers_rocm.planner.rehearsal import Ledger, ranks_that_are_not_there, rehearse
 from diffusers_rocm.planner.search import denoise_bytes
 
 from ..testing_utils import run_ranks
@@ -147,6 +150,13 @@ class TestRehearsal(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "cannot be had with"):
             rehearse(FLUX, FLUX.size, {}, {"number_of_layers": 2}, torch.float32)
         assert not torch.distributed.is_initialized()
+
+    def test_hosts_of_ranks_that_are_not_there(self):
+        """A graph's, on a GPU: they have no group of their own, and all say what the first says."""
+        with ranks_that_are_not_there(4):
+            axis = Axis("model", torch.distributed.group.WORLD, 0, 4, 0, torch.device("cuda", 0))
+            hosts = step_graph.of_hosts(axis)
+            assert all_gather_int64(torch.tensor([3, 5]), hosts).tolist() == [[3, 5]] * 4
 
 
 if __name__ == "__main__":
