@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from ..distributed import init
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather_int64, broadcast_from_first
+from ..distributed.collectives import all_gather_int64
 from ..models._modeling_parallel import ParallelConfig
 from .collective_calls import collective_calls
-from .distance import bar_of, distance
+from .distance import bar_of, distance, largest_of
 from .known_models import KNOWN_MODELS, build, count_blocks, inputs
 from .step import ONE, Clock, StepRequest, free, noted, parse_mesh
 
@@ -31,15 +31,21 @@ class Collective:
     """Calls of one kind and size.
 
     Attributes:
+        axis: of the mesh, over which it goes, or more than one, by their joined name (`Axes`).
         sent: bytes that each rank gives away.
         calls: in a step.
         microseconds: of one, in each repeat.
     """
 
+    axis: str
     name: str
     sent: list[int]
     calls: int
     microseconds: list[float] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return f"{self.axis} {self.name}"
 
     @property
     def median(self) -> float:
@@ -60,6 +66,7 @@ class Collective:
 class _Call:
     """One that was made, with what it was given; of tensors no more than their shapes is kept."""
 
+    axis: str
     name: str
     sent: int
     original: Callable[..., Any]
@@ -132,7 +139,7 @@ def _output(request: StepRequest, device: torch.device) -> Tensor:
 
 def _calls(
     request: StepRequest, of_mesh: MeshComm, device: torch.device, wanted: Tensor
-) -> list[tuple[str, list[int], int, Callable[[], Any]]]:
+) -> list[tuple[str, str, list[int], int, Callable[[], Any]]]:
     """Of each kind and size of collectives what `Collective` says of it, and how to make one.
 
     Notes how far the mesh's output is from one rank's, and whether that is too far: then there are none.
@@ -143,25 +150,27 @@ def _calls(
     dtype, known, world = getattr(torch, request.dtype), KNOWN_MODELS[request.model], Axis.of_all()
     degrees = parse_mesh(of_mesh.mesh)
     config = ParallelConfig(**degrees)
-    tp = config.axes().tp
+    axes = config.axes()
     with fail_together("make the model", world):  # before any rank waits for it
-        model = build(known, request.config, device, dtype, tp)
+        model = build(known, request.config, device, dtype, axes.tp)
     given, blocks = inputs(known, request.size, model, dtype), count_blocks(model)
     model.enable_parallelism(config=config)
     model(**given)  # what is exchanged once, in the first forward
+    # An axis that is a joined one by itself has one group with it, and is meant.
+    names = {axis.group: axis.name for axis in reversed(vars(axes).values()) if axis.group is not None}
     calls: list[_Call] = []
 
     def record(name: str, sent: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         shapes = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in args]
         quietly = {key: value for key, value in kwargs.items() if key != "async_op"}
-        calls.append(_Call(name, sent, original, shapes, quietly))
+        calls.append(_Call(names[kwargs["group"]], name, sent, original, shapes, quietly))
         return original(*args, **kwargs)
 
     with collective_calls(record):
         output = tree_leaves(model(**given))[0]
     if not of_mesh.unchecked:
         own = torch.tensor([distance(output, wanted)], dtype=torch.float64)
-        of_mesh.distance = broadcast_from_first(own, world).item()
+        of_mesh.distance = largest_of(own, world).item()
         bar = bar_of(blocks, dtype, "communication" in degrees)
         if not of_mesh.distance <= bar:
             of_mesh.note = f"wrong: {of_mesh.distance:.1e} from {ONE}, more than {bar:.1e}"
@@ -170,8 +179,8 @@ def _calls(
     sent = all_gather_int64(torch.tensor([call.sent for call in calls], dtype=torch.int64), world).T.tolist()
     alike: dict[tuple, list[_Call]] = {}
     for call, row in zip(calls, sent, strict=True):
-        alike.setdefault((call.name, *row), []).append(call)
-    return [(name, row, len(same), same[0].again(device)) for (name, *row), same in alike.items()]
+        alike.setdefault((call.axis, call.name, *row), []).append(call)
+    return [(axis, name, row, len(same), same[0].again(device)) for (axis, name, *row), same in alike.items()]
 
 
 def _in_a_row(again: Callable[[], Any]) -> Callable[[], None]:
@@ -185,7 +194,7 @@ def _in_a_row(again: Callable[[], Any]) -> Callable[[], None]:
 def comm_table(found: Sequence[MeshComm]) -> str:
     """Of each mesh one line for each kind and size, then their sum; none of what is wrong."""
     heading = (
-        f"{'':12}{'MB a rank':>12}{'calls a step':>14}{'us each':>10}{'(least to most)':>20}{'GB/s':>8}"
+        f"{'':20}{'MB a rank':>12}{'calls a step':>14}{'us each':>10}{'(least to most)':>20}{'GB/s':>8}"
         f"{'ms a step':>11}"
     )
     lines = []
@@ -197,10 +206,10 @@ def comm_table(found: Sequence[MeshComm]) -> str:
             size = f"{max(each.sent) / 1e6:.3f}"
             least = f"({min(each.microseconds):.1f} to {max(each.microseconds):.1f})"
             lines.append(
-                f"{each.name:12}{size:>12}{each.calls:>14}{each.median:>10.1f}{least:>20}"
+                f"{each.title:20}{size:>12}{each.calls:>14}{each.median:>10.1f}{least:>20}"
                 f"{each.gigabytes_a_second:>8.2f}{each.milliseconds_a_step:>11.3f}"
             )
         if not of_mesh.note:
             calls = sum(each.calls for each in of_mesh.collectives)
-            lines.append(f"{'all of them':12}{'':12}{calls:>14}{'':38}{of_mesh.milliseconds_a_step:>11.3f}")
+            lines.append(f"{'all of them':20}{'':12}{calls:>14}{'':38}{of_mesh.milliseconds_a_step:>11.3f}")
     return "\n".join([heading, *lines])

@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..distributed.axis import Axis
+from ..distributed.collectives import all_gather_stacked
+
 
 # The largest relative L2 distance of an output from that of one rank, of one block; that of more is below (`bar_of`).
 # Two runs in bfloat16 round differently: of one block of each known model tp=2 is 0.003 to 0.016 away, of 57 blocks of
@@ -22,6 +25,14 @@ def distance(output: Tensor, wanted: Tensor) -> float:
     """Relative L2, in float64: NaN where there is one in either."""
     wanted = wanted.double()
     return ((output.to(wanted.device).double() - wanted).norm() / wanted.norm()).item()
+
+
+def largest_of(own: Tensor, world: Axis) -> Tensor:
+    """The largest of all ranks' distances [n], float64, on the CPU: NaN where one is. All ranks call it.
+
+    What is wrong on one rank alone is wrong.
+    """
+    return own if world.size == 1 else all_gather_stacked(own.to(world.device), world).amax(0).cpu()
 
 
 def bar_of(blocks: int, dtype: torch.dtype, lossy: bool) -> float:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..distributed.collectives import COMPRESSED_FROM
 from ..distributed.compression import COMMUNICATION
 from .known_models import KNOWN_MODELS
 from .step import ONE, Row, StepRequest
@@ -45,10 +46,13 @@ def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> 
 def how(request: StepRequest) -> str:
     """What the figures of a step are."""
     lossy = any(word in mesh for mesh in request.meshes for word in COMMUNICATION)
-    closer = "; 8 bits are checked more closely by --float32-reference" if lossy and not request.in_float32 else ""
+    besides = f"\nof 8 bits: sums of fewer than {COMPRESSED_FROM} elements stay exact" if lossy else ""
+    if lossy and not request.in_float32:
+        by = f"{'--dtype bfloat16 ' if request.dtype == 'float32' else ''}--float32-reference"
+        besides += f"; they are checked more closely by {by}"
     return (
         f"milliseconds a step{' of two forwards' if request.guidance else ''}: median (least to most) of "
-        f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}{closer}"
+        f"{request.repeats} in each of {request.rounds} round(s); relative L2 to {request.reference}{besides}"
     )
 
 

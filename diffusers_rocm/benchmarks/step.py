@@ -34,7 +34,7 @@ from ..models._modeling_parallel import ParallelConfig
 from ..models.attention_dispatch import preference
 from ..models.attention_kernels import platform_of
 from ..pipelines.peaks import device_peak
-from .distance import FLOAT32_BAR, LOSSY_BAR, bar_of, distance
+from .distance import FLOAT32_BAR, LOSSY_BAR, bar_of, distance, largest_of
 from .known_models import KNOWN_MODELS, Size, build, count_blocks, inputs
 
 
@@ -89,11 +89,13 @@ def parse_mesh(text: str) -> dict[str, Any]:
     names = [word.partition("=")[0] for word in words]
     for word, name in zip(words, names, strict=True):
         degree = word.partition("=")[2]
-        if names.count(name) > 1:
+        if name and names.count(name) > 1:
             raise ValueError(f"--mesh {text} names {name} twice")
         if name == "dp":
-            raise ValueError(f"--mesh {text}: replicas exchange nothing, each takes as long as without them")
-        if name in AXES and degree.isdecimal() and int(degree) > 0:
+            raise ValueError(f"--mesh {text}: replicas exchange nothing, and each takes what it takes without them")
+        if name in AXES and degree.lstrip("-").isdecimal() and int(degree) < 1:
+            raise ValueError(f"--mesh {text}: {name} must be at least 1; got {degree}")
+        if name in AXES and degree.isdecimal():
             found[name] = int(degree)
         elif word in COMMUNICATION and word != EXACT:
             found["communication"] = word
@@ -332,14 +334,14 @@ class _Runner:
         return lambda: torch.stack([predict(given), predict(other)])
 
     def _compare(self, row: Row, output: Tensor | None) -> None:
-        """On the first rank, whose answer all take."""
+        """On all ranks that have an output, of which the farthest counts."""
         if self._wanted is None:
             if row.name != ONE:  # which had no room
                 return
             self._wanted = output
-        own = math.nan if output is None else distance(output, self._wanted)
-        own = broadcast_from_first(torch.tensor([own], dtype=torch.float64), self._world).item()
-        row.distance = max(own, row.distance or 0.0)  # NaN, if it is that
+        own = 0.0 if output is None else distance(output, self._wanted)
+        most = largest_of(torch.tensor([own], dtype=torch.float64), self._world).item()
+        row.distance = max(most, row.distance or 0.0)  # NaN, if it is that
         bar = self._bar(row)
         if self._request.in_float32 and row.name == ONE and self._dtype != torch.float32:
             self._from_float32[row.mode] = row.distance

@@ -105,7 +105,7 @@ def measure_runs(
 
 
 def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, dtype: str) -> None:
-    """On the first rank, whose answer all take."""
+    """On the first rank, whose picture is kept: what is wrong on another comes to it in the steps that follow."""
     world, distances = Axis.of_all(), torch.zeros(2, dtype=torch.float64)
     if world.rank == 0:
         distances[0] = min(_nearest(made.predictions[0], each) for each in wanted.predictions)

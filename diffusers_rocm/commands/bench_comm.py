@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from ..benchmarks.comm import IN_A_ROW, comm_table, measure_comm
 from ..benchmarks.report import Bar, header
-from ..benchmarks.step import StepRequest, check_meshes, each_mesh
+from ..benchmarks.step import StepRequest, check_meshes, each_mesh, parse_mesh
 from ..distributed import is_first_rank
 from ..distributed.root_cause import record, unsuccessful
 from . import bench_step, env
@@ -24,6 +24,9 @@ def check(args: argparse.Namespace) -> StepRequest:
     meshes = each_mesh(args.mesh)
     if check_meshes(meshes) == 1:
         raise ValueError(f"--mesh {meshes[0]}: one rank sends nothing")
+    for mesh in meshes:
+        if "cfg" in parse_mesh(mesh):
+            raise ValueError(f"--mesh {mesh}: cfg exchanges once a step, and measured is one forward: leave it out")
     check_nodes(args)
     return bench_step.check_request(args, meshes)
 
@@ -48,10 +51,10 @@ def measure(request: StepRequest, args: argparse.Namespace, argv: list[str]) -> 
     }
     bars = [
         Bar(
-            name=f"{of_mesh.mesh}, {each.name}, {max(each.sent) / 1e6:.3f} MB",
+            name=f"{of_mesh.mesh}, {each.title}, {max(each.sent) / 1e6:.3f} MB",
             value=each.median,
             said=f"{each.median:.0f}",
-            kind=each.name,
+            kind=each.title,
             times=each.microseconds,
         )
         for of_mesh in found

@@ -74,7 +74,8 @@ def check(args: argparse.Namespace) -> RunsRequest:
 def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> int:
     environment, picture, so_far = functools.cache(env.collect), request.picture, {}
 
-    asked = {name: value for name, value in asdict(picture).items() if name not in AXES}
+    # It writes no pictures.
+    asked = {name: value for name, value in asdict(picture).items() if name not in (*AXES, "out", "contact_sheet")}
     asked |= {name: getattr(request, name) for name in ("meshes", "repeats", "rounds")}
     asked["model"] = Path(picture.model).name
 
@@ -92,11 +93,9 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
     if not is_first_rank():
         return 0
     world = check_meshes(request.meshes)
-    size = f"{picture.height}x{picture.width}" if picture.height and picture.width else "its own size"
-    steps = f"{picture.steps} steps" if picture.steps else "its own number of steps"
     heading = "\n".join(
         [
-            f"{Path(picture.model).name}, {size}, {steps}, dtype {picture.dtype}",
+            f"{Path(picture.model).name}, {picture.described()}",
             where(environment(), world, picture.device),
             f"seconds: median of {request.repeats} in each of {request.rounds} round(s)",
         ]

@@ -23,7 +23,11 @@ def add_parser(subparsers) -> None:
     memory = subparsers.add_parser("memory", help="peaks of memory, of each rank and stage, while one picture is made")
     generate.add_arguments(memory)
     memory.add_argument(
-        "--mesh", nargs="+", default=[], help="tp=2,ulysses=2, say, in place of --tp, --ulysses; one in a run"
+        "--mesh",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="tp=2,ulysses=2, say, in place of --tp, --ulysses; one in a run",
     )
     memory.add_argument(
         "--write-random-flux",
@@ -65,7 +69,7 @@ def measure(request: GenerationRequest, args: argparse.Namespace, argv: list[str
     if is_first_rank():
         environment = env.collect()
         what, peaks = report(measured).split("\n", 1)
-        heading = f"{what}\n{where(environment, len(measured['weights']), request.device)}"
+        heading = f"{what}\n{request.described()}\n{where(environment, len(measured['weights']), request.device)}"
         kind = "host" if measured["device"] == "CPU" else "device"
         most = {stage: max(of[kind]) / 2**30 for stage, of in measured["peaks"].items()}
         bars = [Bar(stage, value, f"{value:.2f}") for stage, value in most.items()]

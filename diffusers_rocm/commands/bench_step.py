@@ -103,6 +103,8 @@ def check(args: argparse.Namespace) -> StepRequest:
     for name in ("cache_dit", "einops") if "cache-dit" in peers else ():
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"--compare cache-dit needs {name}: pip install 'cache-dit[parallelism]'")
+    if args.float32_reference and request.dtype == "float32":
+        raise ValueError("--float32-reference is for other dtypes, and all rows are in float32: add --dtype bfloat16")
     if any("cfg" in parse_mesh(mesh) for mesh in request.meshes) and not args.guidance:
         raise ValueError("cfg spreads the two forwards of guidance: add --guidance")
     return StepRequest(

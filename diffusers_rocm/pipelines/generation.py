@@ -37,6 +37,11 @@ from .peaks import device_peak, host_peak
 from .quantization import torchao_config
 
 
+# What a picture, its time and its memory depend on, besides its size and steps.
+_TOLD = ("guidance", "num_frames", "max_sequence_length", "lora", "compile", "graph", "communication", "rotate_method")
+_TOLD += ("text_encoders", "offload", "quantization", "vae", "vae_tiling", "vae_slicing")
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """The pictures or videos to make; None leaves a value to the pipeline's own default.
@@ -79,6 +84,17 @@ class GenerationRequest:
     timeout: float = 10.0  # minutes
     out: str = "outputs"
     contact_sheet: str | None = None
+
+    def described(self) -> str:
+        """How a picture is made: its size, its steps, and what is not as usual; no mesh, and not what of."""
+        size = f"{self.height}x{self.width}" if self.height and self.width else "its own size"
+        steps = f"{self.steps} steps" if self.steps else "its own number of steps"
+        others = [
+            name.replace("_", "-") if value is True else f"{name.replace('_', '-')}={value}"
+            for name, value in vars(self).items()
+            if name in _TOLD and value != getattr(type(self), name)
+        ]
+        return ", ".join([size, steps, f"dtype {self.dtype}", *others])
 
 
 def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axes]:

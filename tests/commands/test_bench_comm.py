@@ -5,14 +5,19 @@ import sys
 import unittest
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 from unittest import mock
 
 import torch
 from parameterized import parameterized
 
+from diffusers_rocm import commands
 from diffusers_rocm.benchmarks import comm, distance, step
 from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, MeshComm, comm_table, measure_comm
+from diffusers_rocm.distributed import collectives
+from diffusers_rocm.distributed.axis import Axis
 
 from ..testing_utils import run_ranks
 from .test_bench_step import request
@@ -75,6 +80,24 @@ def off_worker() -> list[str]:
         return [each.note.partition(":")[0] for each in measure_comm(request("tp=2", "tp=2,int8"))]
 
 
+def axes_worker() -> MeshComm:
+    return measure_comm(request("tp=2,ulysses=2"))[0]
+
+
+def wrong_elsewhere_worker() -> list[str]:
+    """What `bench comm` and `bench step` say of a mesh whose answer is wrong on the second rank alone."""
+
+    def gathered_wrongly(x: torch.Tensor, sizes: tuple[int, ...], axis: Axis, dim: int) -> Callable[[], torch.Tensor]:
+        arrive = start(x, sizes, axis, dim)
+        return lambda: arrive() * (1.5 if axis.rank == 1 and x.is_floating_point() else 1)
+
+    start = collectives._start_all_gather
+    with mock.patch.object(collectives, "_start_all_gather", gathered_wrongly):
+        (found,), (one, row) = measure_comm(request("ulysses=2")), step.measure_step(request("ulysses=2", rounds=1))
+    assert not one.note, one
+    return [found.note, row.note]
+
+
 class TestBenchComm(unittest.TestCase):
     def test_comm_in_8_bits_may_be_farther_off(self):
         assert run_ranks(2, off_worker) == [["wrong", ""]] * 2
@@ -92,6 +115,7 @@ class TestBenchComm(unittest.TestCase):
             calls = {"all-reduce": 0, "all-to-all": 0, "all-gather": 0}
             for each in found:
                 calls[each.name] += each.calls
+                assert each.axis == mesh.partition("=")[0], each
             # A double block has two products a stream that end in a sum, a single block one; attention, of two groups
             # of heads where links are slow, two exchanges for each.
             assert (calls["all-reduce"], calls["all-to-all"]) == ((6, 0) if mesh == "tp=2" else (0, 12)), calls
@@ -116,6 +140,23 @@ class TestBenchComm(unittest.TestCase):
             names = [line.partition(": ")[0] for line in table if ": " in line]
             assert names == ["ring=2", "ring=2,int8", "ulysses=2"], table
             assert len(table) == 1 + 3 + count + 1, table
+
+    def test_comm_says_over_which_axis(self):
+        for found in run_ranks(4, axes_worker):
+            # Modulation is of all ranks of a forward, and what a forward answers of those of a sequence.
+            wanted = {"tp all-reduce", "ulysses all-to-all", "ulysses all-gather", "model all-gather"}
+            assert {each.title for each in found.collectives} == wanted, found
+            assert all(each.title in comm_table([found]) for each in found.collectives)
+
+    def test_comm_of_what_is_wrong_on_another_rank(self):
+        for notes in run_ranks(2, wrong_elsewhere_worker):
+            assert [note.partition(":")[0] for note in notes] == ["wrong"] * 2, notes
+
+    def test_comm_has_no_guidance(self):
+        stderr = StringIO()
+        with redirect_stderr(stderr):
+            assert commands.main(["bench", "comm", "--device", "cpu", "--mesh", "cfg=2,tp=2"]) == 2
+        assert "--mesh cfg=2,tp=2: cfg exchanges once a step" in stderr.getvalue(), stderr.getvalue()
 
     def test_comm_of_what_cannot_be_had(self):
         config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]

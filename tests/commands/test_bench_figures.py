@@ -2,6 +2,7 @@
 
 import unittest
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from diffusers_rocm.benchmarks.comm import Collective, MeshComm, comm_table
 from diffusers_rocm.benchmarks.report import how, table
 from diffusers_rocm.benchmarks.step import ONE, Row, measure_step
 from diffusers_rocm.commands import bench_memory, bench_step
+from diffusers_rocm.distributed.collectives import COMPRESSED_FROM
 from diffusers_rocm.hooks import step_graph
 
 from ..hooks.test_step_graph import emulated
@@ -48,11 +50,11 @@ def never_captured_worker() -> list[Row]:
 class TestBenchFigures(unittest.TestCase):
     def test_of_collectives(self):
         """4 MB, of the rank with the most, in 20 microseconds, 100 times."""
-        found = Collective("all-to-all", [1_000_000, 4_000_000], 100, [10.0, 20.0, 40.0])
+        found = Collective("ring", "all-to-all", [1_000_000, 4_000_000], 100, [10.0, 20.0, 40.0])
         assert (found.median, found.gigabytes_a_second, found.milliseconds_a_step) == (20.0, 200.0, 2.0)
-        other = Collective("all-reduce", [8_000_000, 8_000_000], 10, [80.0])
-        *_, line, total = comm_table([MeshComm("tp=2", 0.0, collectives=[other, found])]).splitlines()
-        assert line.split() == ["all-to-all", "4.000", "100", "20.0", "(10.0", "to", "40.0)", "200.00", "2.000"], line
+        other = Collective("tp", "all-reduce", [8_000_000, 8_000_000], 10, [80.0])
+        *_, line, total = comm_table([MeshComm("ring=2,tp=2", 0.0, collectives=[other, found])]).splitlines()
+        assert " ".join(line.split()) == "ring all-to-all 4.000 100 20.0 (10.0 to 40.0) 200.00 2.000", line
         assert total.split() == ["all", "of", "them", "110", "2.800"], total
 
     def test_the_peak_is_of_the_rank_with_the_most(self):
@@ -68,10 +70,13 @@ class TestBenchFigures(unittest.TestCase):
                 assert (row.note, row.milliseconds) == ("not run: RuntimeError: its steps became no graph", []), row
 
     def test_how_closely_8_bits_are_checked(self):
-        closer = "; 8 bits are checked more closely by --float32-reference"
-        assert how(request("tp=2", "tp=2,int8")).endswith("relative L2 to one rank" + closer)
+        exact = f"\nof 8 bits: sums of fewer than {COMPRESSED_FROM} elements stay exact"
+        closer = exact + "; they are checked more closely by "
+        lossy = request("tp=2", "tp=2,int8")
+        assert how(lossy).endswith(f"relative L2 to one rank{closer}--dtype bfloat16 --float32-reference")
+        assert how(replace(lossy, dtype="bfloat16")).endswith(f"{closer}--float32-reference")
         assert how(request("tp=2")).endswith("relative L2 to one rank")
-        assert how(request("tp=2,int8", in_float32=True)).endswith("relative L2 to float32")
+        assert how(request("tp=2,int8", in_float32=True)).endswith("relative L2 to float32" + exact)
 
     @parameterized.expand(
         [
@@ -94,15 +99,21 @@ class TestBenchFigures(unittest.TestCase):
             assert commands.main(command) == wanted, stderr.getvalue()
 
     def test_a_mesh_of_bench_memory(self):
-        """Stands for the axes."""
+        """Stands for the axes, and for how they send."""
         asked = []
         with mock.patch.object(bench_memory, "on_ranks", lambda world, *_: asked.append(world) or 0):
             assert commands.main(["bench", "memory", "--device", "cpu", "--mesh", "ring=2,tp=2"]) == 0
         assert asked == [4]
+        args = commands.make_parser().parse_args(
+            ["bench", "memory", "--device", "cpu", "--mesh", "ring=2,int8,allgather"]
+        )
+        picture = bench_memory.check(args)
+        assert (picture.ring, picture.communication, picture.rotate_method) == (2, "int8", "allgather"), picture
         for mesh, arguments, said in (
             (["tp=2"], ["--tp", "2"], "from --mesh tp=2, or from --tp"),
             (["xp=2"], [], "'xp=2' is"),
             (["tp=2", "ring=2"], [], "bench memory runs one mesh, and --mesh gives 2: run it once for each"),
+            (["tp=2", "--mesh", "ring=2"], [], "bench memory runs one mesh, and --mesh gives 2: run it once for each"),
         ):
             stderr = StringIO()
             with redirect_stderr(stderr):

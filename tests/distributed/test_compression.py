@@ -321,10 +321,6 @@ class TestCompression(unittest.TestCase):
                 make()
 
 
-if __name__ == "__main__":
-    unittest.main()
-
-
 @unittest.skipUnless(
     importlib.util.find_spec("triton") and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
     "needs triton, and a GPU or TRITON_INTERPRET=1",
@@ -391,3 +387,7 @@ class TestKernels(unittest.TestCase):
     def test_are_taken(self):
         """What is tried first finds them right."""
         self.assertIsNotNone(compression._kernels_of(torch.device(self.device)))
+
+
+if __name__ == "__main__":
+    unittest.main()
