@@ -38,7 +38,7 @@ def begins_early(axis: Axis) -> bool:
 
 
 def goes_by_copies(axis: Axis) -> bool:
-    """Whether messages are fetched out of the other ranks' memory in graphs, if that is reached, and never if not.
+    """Whether messages are fetched out of the other ranks' memory: in graphs alone, and if it is reached.
 
     Without a graph each copy costs the host a launch. 8 bits save nothing over fast links, and were not tried so. What
     is not as long on all ranks goes by the group, but for a ring's hops, and so does what a ring gathers some heads at
