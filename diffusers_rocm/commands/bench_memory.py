@@ -63,6 +63,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
 
 
 @record
+@generate.unless_refused
 def measure(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     measured = measure_memory(request)
     measured["request"]["model"] = Path(request.model).name

@@ -1,14 +1,17 @@
 """`diffusers-rocm generate`: prompts to pictures and videos, on as many ranks as asked for."""
 
 import argparse
+import functools
 import importlib.util
 import inspect
 import math
 import os
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ParamSpec
 
 import torch
 from diffusers import DiffusionPipeline
@@ -26,6 +29,8 @@ from ..pipelines.quantization import QUANTIZATIONS, check_quantization
 from .choose_mesh import choose_mesh
 from .ranks import add_rank_arguments, check_nodes, check_world, check_writable, launch_options
 
+
+P = ParamSpec("P")
 
 # What the embedded model was trained for; FluxPipeline's own defaults are those of FLUX.1.
 EMBEDDED_DEFAULTS = {"height": 128, "width": 128, "steps": 20, "max_sequence_length": 16}
@@ -396,14 +401,24 @@ def check_request(args: argparse.Namespace) -> GenerationRequest:
     return request
 
 
-def _generate(request: GenerationRequest) -> int:
+def unless_refused(work: Callable[P, int]) -> Callable[P, int]:
     """What the pipeline's own check of its arguments refuses, on all ranks alike, is no failure of one of them."""
-    try:
-        generate(request)
-    except ValueError as error:
-        if not any(frame.name == "check_inputs" for frame in traceback.extract_tb(error.__traceback__)):
-            raise
-        return unsuccessful(" ".join(str(error).split()))
+
+    @functools.wraps(work)
+    def call(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return work(*args, **kwargs)
+        except ValueError as error:
+            if not any(frame.name == "check_inputs" for frame in traceback.extract_tb(error.__traceback__)):
+                raise
+            return unsuccessful(" ".join(str(error).split()))
+
+    return call
+
+
+@unless_refused
+def _generate(request: GenerationRequest) -> int:
+    generate(request)
     return 0
 
 

@@ -79,6 +79,12 @@ class TestBench(unittest.TestCase):
             assert not [*Path(folder).rglob("*.safetensors")]
         assert code == 2 and re.fullmatch(f"diffusers-rocm: .*{message}.*\n", stderr.getvalue()), stderr.getvalue()
 
+    def test_what_the_pipeline_itself_refuses(self):
+        stderr = StringIO()
+        with redirect_stderr(stderr):
+            assert commands.main(["bench", "memory", "--device", "cpu", "--max-sequence-length", "5000"]) == 1
+        assert stderr.getvalue().endswith("`max_sequence_length` cannot be greater than 512 but is 5000\n"), stderr
+
     def test_peaks_are_of_their_stage(self):
         peaks = StagePeaks(torch.device("cpu"))
         peaks.begin("large")
