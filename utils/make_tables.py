@@ -220,6 +220,24 @@ def pictures(name: str) -> str:
     return "\n".join([*lines, "", ran_on(run, name)])
 
 
+def sent_in_a_step() -> str:
+    """The collectives of runs of `diffusers-rocm bench comm` that take the most, by mesh."""
+    columns = "links", "mesh", "collective", "MB a rank", "a step", "microseconds", "GB/s", "ms a step"
+    lines, ran = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"], []
+    for links, name in (("NVLink", "comm_flux_2xh200"), ("P2P off", "comm_flux_2xh200_p2p_off")):
+        run = read(name)
+        for of_mesh in run["meshes"]:
+            for each in of_mesh["collectives"]:
+                size, time = max(each["sent"]), each["median"]
+                of_step = each["calls"] * time / 1e3
+                if of_step >= 0.1:
+                    called = f"{each['axis']} {each['name']} | {size / 1e6:.1f} | {each['calls']}"
+                    figures = f"{time:.0f} | {size / time / 1e3:.0f} | {of_step:.1f}"
+                    lines.append(f"| {links} | {of_mesh['mesh']} | {called} | {figures} |")
+        ran.append(ran_on(run, name))
+    return "\n".join([*lines, "", *ran])
+
+
 def alone(name: str) -> str:
     """What a rank computes, by kinds of kernels, beside one rank's."""
     run = read(name)
@@ -301,6 +319,7 @@ TABLES = {
     ),
     "ways_to_attend": ways_to_attend,
     "side_by_side": side_by_side,
+    "sent_in_a_step": sent_in_a_step,
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
     "kernels_flux_1024": lambda: kernels("kernels_flux_1024_4xh200"),
