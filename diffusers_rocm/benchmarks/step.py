@@ -93,7 +93,7 @@ def parse_mesh(text: str) -> dict[str, Any]:
             raise ValueError(f"--mesh {text} names {name} twice")
         if name == "dp":
             raise ValueError(f"--mesh {text}: replicas exchange nothing, and each takes what it takes without them")
-        if name in AXES and degree.lstrip("-").isdecimal() and int(degree) < 1:
+        if name in AXES and degree.removeprefix("-").isdecimal() and int(degree) < 1:
             raise ValueError(f"--mesh {text}: {name} must be at least 1; got {degree}")
         if name in AXES and degree.isdecimal():
             found[name] = int(degree)
