@@ -19,7 +19,6 @@ import contextlib
 import gc
 import itertools
 import json
-import math
 import os
 import statistics
 import sys
@@ -35,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from versions import versions
 
 import diffusers_rocm
-from diffusers_rocm.benchmarks.distance import bar_of, distance
+from diffusers_rocm.benchmarks.distance import bar_of, distance, largest_of
 from diffusers_rocm.benchmarks.known_models import KNOWN_MODELS, build, count_blocks, inputs, made
 from diffusers_rocm.benchmarks.step import MODES, ONE, Clock, check_meshes, parse_mesh, ranks_of
 from diffusers_rocm.commands import Parser
@@ -106,8 +105,8 @@ def main() -> None:
         with ranks(1 if mesh == ONE else ranks_of(mesh)):
             figures, answer, bar = measure(args, mesh, mode.split("+"), device)
         wanted = answer if wanted is None else wanted
-        if not args.alone and not (distance := distance_of_all(answer, wanted)) <= bar:
-            wrong, figures = True, {"wrong": f"{distance:.1e} from one rank, more than {bar:.1e}"}
+        if not args.alone and not (most := largest_of(distance(answer, wanted), Axis.of_all())) <= bar:
+            wrong, figures = True, {"wrong": f"{most:.1e} from one rank, more than {bar:.1e}"}
         rows.append({"mesh": mesh, "mode": mode, **figures})
         if first:
             shown = (f"{name} {value:.1f}" for name, value in figures.items() if isinstance(value, float))
@@ -182,14 +181,6 @@ def measure(
     if graph is not None:
         graph.remove()
     return found, answer, bar_of(count_blocks(model), torch.bfloat16, lossy="int8" in mesh)
-
-
-def distance_of_all(answer: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative L2 between two answers, on the rank where it is largest."""
-    own = torch.tensor(distance(answer, wanted), device=answer.device)
-    own.nan_to_num_(nan=math.inf)  # which is the largest on any backend
-    dist.all_reduce(own, dist.ReduceOp.MAX)
-    return own.item()
 
 
 def by_kind(kernels: Iterable[Any], world: Axis) -> dict[str, float]:

@@ -169,8 +169,7 @@ def _calls(
     with collective_calls(record):
         output = tree_leaves(model(**given))[0]
     if not of_mesh.unchecked:
-        own = torch.tensor([distance(output, wanted)], dtype=torch.float64)
-        of_mesh.distance = largest_of(own, world).item()
+        of_mesh.distance = largest_of(distance(output, wanted), world)
         bar = bar_of(blocks, dtype, "communication" in degrees)
         if not of_mesh.distance <= bar:
             of_mesh.note = f"wrong: {of_mesh.distance:.1e} from {ONE}, more than {bar:.1e}"

@@ -27,12 +27,11 @@ def distance(output: Tensor, wanted: Tensor) -> float:
     return ((output.to(wanted.device).double() - wanted).norm() / wanted.norm()).item()
 
 
-def largest_of(own: Tensor, world: Axis) -> Tensor:
-    """The largest of all ranks' distances [n], float64, on the CPU: NaN where one is. All ranks call it.
-
-    What is wrong on one rank alone is wrong.
-    """
-    return own if world.size == 1 else all_gather_stacked(own.to(world.device), world).amax(0).cpu()
+def largest_of(own: float, world: Axis) -> float:
+    """The largest of all ranks' distances, NaN where one is: what is wrong on one rank is wrong. All ranks call it."""
+    if world.size == 1:
+        return own
+    return all_gather_stacked(torch.tensor([own], dtype=torch.float64, device=world.device), world).max().item()
 
 
 def bar_of(blocks: int, dtype: torch.dtype, lossy: bool) -> float:

@@ -340,8 +340,7 @@ class _Runner:
                 return
             self._wanted = output
         own = 0.0 if output is None else distance(output, self._wanted)
-        most = largest_of(torch.tensor([own], dtype=torch.float64), self._world).item()
-        row.distance = max(most, row.distance or 0.0)  # NaN, if it is that
+        row.distance = max(largest_of(own, self._world), row.distance or 0.0)  # NaN, if it is that
         bar = self._bar(row)
         if self._request.in_float32 and row.name == ONE and self._dtype != torch.float32:
             self._from_float32[row.mode] = row.distance
