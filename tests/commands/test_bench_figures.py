@@ -109,6 +109,8 @@ class TestBenchFigures(unittest.TestCase):
         )
         picture = bench_memory.check(args)
         assert (picture.ring, picture.communication, picture.rotate_method) == (2, "int8", "allgather"), picture
+        told = "dtype auto, max-sequence-length=16, communication=int8, rotate-method=allgather"
+        assert picture.described() == f"128x128, 2 steps, {told}", picture.described()
         for mesh, arguments, said in (
             (["tp=2"], ["--tp", "2"], "from --mesh tp=2, or from --tp"),
             (["xp=2"], [], "'xp=2' is"),
