@@ -297,7 +297,7 @@ def gpu_worker(mesh: dict[str, Any], how: str, rotate_method: str) -> tuple[floa
     """The error of FLUX as a graph over links that are taken for slow, and what its replay launches."""
     slow = mock.patch.object(modeling_utils, "links_are_slow", lambda axis: axis.size > 1)
     with slow, mock.patch.object(links, "SLOWER", 0.0):
-        error, names = on_gpus(Even(), how == "compiled", **mesh, rotate_method=rotate_method)
+        error, names, _ = on_gpus(Even(), how == "compiled", **mesh, rotate_method=rotate_method)
     return error, count_parts(names, "Memcpy DtoH", "Memcpy HtoD", "SendRecv", "AllGather", "AllReduce")
 
 

@@ -296,9 +296,10 @@ class Replayed(Recorder):
 
 
 @torch.no_grad()
-def flux_worker(folder: str, mesh: str, how: str) -> tuple[float, list[list[int]], bool]:
+def flux_worker(folder: str, mesh: str, how: str) -> tuple[float, list[list[int]], bool, list[bool]]:
     """FLUX before it is a graph, as one, over ranks that reach each other's memory, and after. The largest error; how
-    many messages of each kind a call of each has; and whether a warning said that it was compiled too early."""
+    many messages of each kind a call of each has; whether a warning said that it was compiled too early; and whether
+    memory is held by the graph, and after it."""
     config = Even()
     model, (first, *steps) = config.get_model(), steps_of(config.get_inputs(1), WARM_UP + 3)
     wanted = [config.get_output(model, each) for each in (first, *steps, first)]
@@ -327,14 +328,17 @@ def flux_worker(folder: str, mesh: str, how: str) -> tuple[float, list[list[int]
             model.compile_repeated_blocks(fullgraph=True)
         outputs += [config.get_output(model, each) for each in steps[:-1]]
         profiled(steps[-1])
+        held = [held_bytes() > 0]
         graph.remove()
+        held.append(held_bytes() > 0)
         profiled(first)
-    return max(map(relative_l2, outputs, wanted)), found, warning.called
+    return max(map(relative_l2, outputs, wanted)), found, warning.called, held
 
 
 @torch.no_grad()
-def on_gpus(config: BaseModelTesterConfig, compiled: bool, **mesh: Any) -> tuple[float, list[str]]:
-    """The largest error of a model as a graph, and what its replay launches, by name."""
+def on_gpus(config: BaseModelTesterConfig, compiled: bool, **mesh: Any) -> tuple[float, list[str], list[bool]]:
+    """The largest error of a model as a graph; what its replay launches, by name; and whether memory is held by the
+    graph, and after it."""
     device = torch.device("cuda", dist.get_rank())
     model, inputs = config.get_model().to(device), config.get_inputs(1)
     steps = tree_map_only(Tensor, lambda x: x.to(device), steps_of(inputs, WARM_UP + 3))
@@ -348,8 +352,10 @@ def on_gpus(config: BaseModelTesterConfig, compiled: bool, **mesh: Any) -> tuple
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         config.get_output(model, steps[0])
         torch.cuda.synchronize()
+    held = [held_bytes() > 0]
     graph.remove()
-    return max(map(relative_l2, outputs, wanted)), [event.name for event in profile.events()]
+    held.append(held_bytes() > 0)
+    return max(map(relative_l2, outputs, wanted)), [event.name for event in profile.events()], held
 
 
 def count_parts(names: list[str], *parts: str) -> dict[str, int]:
@@ -363,13 +369,13 @@ def gpu_worker(
     config_class: type[BaseModelTesterConfig] = Even,
     sizes: tuple[int, ...] | None = None,
     hops: bool = False,
-) -> tuple[float, dict[str, int], int]:
-    """The error of a model as a graph, what its replay launches, and bytes held; a ring hops, or gathers at once."""
+) -> tuple[float, dict[str, int], list[bool]]:
+    """As `on_gpus`, with what is launched counted; a ring hops, or gathers at once."""
     config = config_class()
     config.sizes = sizes
     with mock.patch.object(choices, "OF_CPU", choices.OF_CPU if hops else Busy(1 << 15, 1 << 40)):  # here of GPUs, too
-        error, names = on_gpus(config, compiled, **degrees)
-    return error, count_parts(names, "Memcpy PtoP", "barrier_kernel", "SendRecv", "AllReduce"), held_bytes()
+        error, names, held = on_gpus(config, compiled, **degrees)
+    return error, count_parts(names, "Memcpy PtoP", "barrier_kernel", "SendRecv", "AllReduce"), held
 
 
 # Meshes of two GPUs and of four, whether a ring hops, and of a step the copies, each message from all others of its
@@ -461,10 +467,11 @@ class TestPeerMemory(unittest.TestCase):
     )
     def test_flux(self, mesh, how, wanted):
         with tempfile.TemporaryDirectory() as folder:
-            for rank, (error, messages, warned) in enumerate(run_ranks(2, flux_worker, folder, mesh, how)):
+            for rank, (error, messages, warned, held) in enumerate(run_ranks(2, flux_worker, folder, mesh, how)):
                 self.assertLessEqual(error, FLOAT32_BAR)
                 self.assertEqual(messages, wanted)
                 self.assertEqual(warned, how == "compiled before" and rank == 0)
+                self.assertEqual(held, [True, False])
 
     @parameterized.expand([(*each, compiled) for each in TWO for compiled in (False, True)])
     @require_torch_multi_accelerator
@@ -483,4 +490,4 @@ class TestPeerMemory(unittest.TestCase):
             self.assertEqual(found["Memcpy PtoP"], copies, found)
             self.assertEqual(found["barrier_kernel"], meetings, found)
             self.assertEqual(found["SendRecv"], 0, found)
-            self.assertGreater(held, 0)
+            self.assertEqual(held, [True, False])
