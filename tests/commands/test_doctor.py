@@ -162,7 +162,7 @@ class TestDoctor:
         monkeypatch.setattr(kernel_work, "try_kernels", faulty.crashing_kernel)
         begin = time.monotonic()
         code, output, _ = run("--timeout", "6")
-        assert code == 1 and 6 < time.monotonic() - begin < 40
+        assert code == 1 and 6 < time.monotonic() - begin < 100  # 120, if not told otherwise
         assert "copies                 rank 0 hung at copying for ever: killed after 6 s" in output
         assert "collectives            rank 1 was killed by SIGKILL at the collective" in output
         assert "attention flash_cpu    rank 0 was killed by SIGSEGV" in output
