@@ -1,7 +1,5 @@
 """`diffusers-rocm bench comm`: which collectives it finds in a step, and what it says of them."""
 
-import subprocess
-import sys
 import unittest
 import weakref
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, MeshComm, comm_
 from diffusers_rocm.distributed import collectives
 from diffusers_rocm.distributed.axis import Axis
 
-from ..testing_utils import run_ranks
+from ..testing_utils import in_process, run_ranks
 from .test_bench_step import request
 from .test_known_models import SMALL
 
@@ -160,10 +158,9 @@ class TestBenchComm(unittest.TestCase):
 
     def test_comm_of_what_cannot_be_had(self):
         config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
-        command = [sys.executable, "-m", "diffusers_rocm", "bench", "comm", "--device", "cpu", "--mesh", "ulysses=2"]
-        run = subprocess.run(
-            [*command, "--resolution", "64", "--config", *config], capture_output=True, text=True, timeout=240
-        )
+        command = ["bench", "comm", "--device", "cpu", "--mesh", "ulysses=2", "--resolution", "64"]
+        command += ["--config", *config]
+        run = in_process(lambda: commands.main(command))
         assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
         assert "ulysses=2: not run: ValueError: Ulysses over 2 ranks needs as many heads" in run.stdout, run
         assert (
