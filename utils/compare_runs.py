@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import statistics
 from pathlib import Path
 
 
@@ -71,6 +72,32 @@ def aims(machine: str) -> str:
     dates = {file: read(file.stem)["environment"].get("date") for file in files}
     named = ", ".join(f"`{file.name}`" + f" ({dates[file]})" * (dates[file] is not None) for file in files)
     return "\n".join([*lines, "", f"4 x {', '.join(gpus)}, by the commands in {named} (`docs/benchmarks/`)."])
+
+
+# What is near its aim, and was measured by the same code on two machines: of which runs, and of what over what.
+NEAR = (
+    ("`ulysses=4`, 1024x1024", "step_flux_graphs_4xh200", "one rank", "ulysses=4", "3.3x"),
+    ("`tp=4`, 1024x1024", "step_flux_graphs_4xh200", "one rank", "tp=4", "2.9x"),
+    ("`tp=2,ulysses=2`, 1024x1024", "step_flux_graphs_4xh200", "one rank", "tp=2,ulysses=2", "2.9x"),
+    ("`ulysses=4`, 2048x2048", "step_flux_2048_graphs_4xh200", "one rank", "ulysses=4", "3.7x"),
+    ("`ring=4`, 66,048 tokens, of diffusers' time", "step_flux_65k_4xh200", "ring=4", "diffusers ring=4", "0.95"),
+)
+
+
+def two_machines() -> str:
+    """How far what is met and missed by little differs between machines."""
+    columns = "over one GPU", "aim", "in the table", "of least times", "on another machine", "of least times"
+    lines, ran = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"], []
+    for shown, file, above, below, aim in NEAR:
+        cells = []
+        for name in (file, f"{file}_once"):
+            times = {row["name"]: row["milliseconds"] for row in had(name)}
+            for of in (statistics.median, min):
+                ratio = of(times[above]) / of(times[below])
+                cells.append(f"{ratio:.2f}x" if aim.endswith("x") else f"{ratio:.3f}")
+        lines.append(f"| {shown} | {aim} | {' | '.join(cells)} |")
+        ran += [f"`{name}.json`" for name in (file, f"{file}_once") if f"`{name}.json`" not in ran]
+    return "\n".join([*lines, "", f"4 x NVIDIA H200, by the commands in {', '.join(ran)} (`docs/benchmarks/`)."])
 
 
 # Where the others were replayed too: sizes, mode, meshes, and runs of three machines of four GPUs.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from compare_runs import aims, read, replayed, slow_links
+from compare_runs import aims, read, replayed, slow_links, two_machines
 from diffusers import FluxTransformer2DModel
 
 from diffusers_rocm import verify_plan
@@ -238,6 +238,12 @@ def sent_in_a_step() -> str:
     return "\n".join([*lines, "", *ran])
 
 
+def profiled(run: dict) -> str:
+    """Which step was, where it is not the last of several."""
+    after_a_rest = run["versions"].get("date", "") < "2026-11-28"
+    return " The step that is profiled came after a rest." if after_a_rest else ""
+
+
 def alone(name: str) -> str:
     """What a rank computes, by kinds of kernels, beside one rank's."""
     run = read(name)
@@ -250,7 +256,7 @@ def alone(name: str) -> str:
     versions = run["versions"]
     ran = (
         f"`python {run['command']}`; {versions['device']}, torch {versions['torch']}, diffusers "
-        f"{versions['diffusers']} (`docs/benchmarks/{name}.json`)."
+        f"{versions['diffusers']} (`docs/benchmarks/{name}.json`).{profiled(run)}"
     )
     return "\n".join([*lines, "", ran])
 
@@ -274,7 +280,7 @@ def kernels(*names: str) -> str:
             cells += [row["messages"], row.get("waiting", 0.0), row["hidden"]]
             cells = [max(0.0, each) for each in cells]  # what rounding makes negative
             lines.append(f"| {', '.join([row['mesh'], *how])} | {' | '.join(f'{each:.1f}' for each in cells)} |")
-        ran.append(source(run["command"], run["versions"], name))
+        ran.append(source(run["command"], run["versions"], name) + profiled(run))
     return "\n".join([*lines, "", *ran])
 
 
@@ -334,6 +340,7 @@ TABLES = {
     "slow_links": slow_links,
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
+    "two_machines": two_machines,
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
     "kernels_memsets": lambda: kernels(
         *(f"kernels_{how}_memsets_2xh200{links}" for links in ("", "_p2p_off") for how in ("with", "without"))
