@@ -310,6 +310,19 @@ def guard() -> str:
     return "\n".join([*lines, "", *ran])
 
 
+def radeon() -> str:
+    """The best mesh by cards, as `diffusers-rocm plan` predicts it, and how far over one card."""
+    found: dict[str, dict[str, str]] = {}
+    for planned in (ROOT / "docs" / "examples" / "plan_flux_radeon.txt").read_text().split("$ ")[1:]:
+        count, card, memory = re.search(r"^(\d) x (.+) \(speed assumed .* with (\d+)\.0 GB", planned, re.M).groups()
+        mesh, speedup = re.search(r"^(\w+=\S+).* ([\d.]+x) ", planned, re.M).groups()
+        degrees = " ".join(f"--{degree.replace('=', ' ')}" for degree in mesh.split(","))
+        found.setdefault(f"{card}, {memory} GB", {})[count] = f"`{degrees}`, {speedup}"
+    lines = [f"| cards | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
+    lines += [f"| {count} | {' | '.join(of[count] for of in found.values())} |" for count in "2345"]
+    return "\n".join(lines)
+
+
 TABLES = {
     "host_memory": host_memory,
     "flux_bytes": flux_bytes,
@@ -341,6 +354,7 @@ TABLES = {
     "aims_4xh100": lambda: aims("4xh100"),
     "aims_4xh200": lambda: aims("4xh200"),
     "two_machines": two_machines,
+    "radeon": radeon,
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
     "kernels_memsets": lambda: kernels(
         *(f"kernels_{how}_memsets_2xh200{links}" for links in ("", "_p2p_off") for how in ("with", "without"))
