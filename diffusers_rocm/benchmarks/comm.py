@@ -19,6 +19,7 @@ from ..models._modeling_parallel import ParallelConfig
 from .collective_calls import collective_calls
 from .distance import bar_of, distance, largest_of
 from .known_models import KNOWN_MODELS, build, count_blocks, inputs
+from .report import aligned
 from .step import ONE, Clock, StepRequest, free, noted, parse_mesh
 
 
@@ -192,23 +193,17 @@ def _in_a_row(again: Callable[[], Any]) -> Callable[[], None]:
 
 def comm_table(found: Sequence[MeshComm]) -> str:
     """Of each mesh one line for each kind and size, then their sum; none of what is wrong."""
-    heading = (
-        f"{'':20}{'MB a rank':>12}{'calls a step':>14}{'us each':>10}{'(least to most)':>20}{'GB/s':>8}"
-        f"{'ms a step':>11}"
-    )
-    lines = []
+    lines = [("", "MB a rank", "calls a step", "us each", "(least to most)", "GB/s", "ms a step")]
     for of_mesh in found:
         compared = "" if of_mesh.distance is None else f"relative L2 to {ONE} {of_mesh.distance:.1e}"
         unchecked = of_mesh.unchecked and f"unchecked: {of_mesh.unchecked}"
-        lines += [f"{of_mesh.mesh}: {of_mesh.note or unchecked or compared}"]
+        lines.append((f"{of_mesh.mesh}: {of_mesh.note or unchecked or compared}",))
         for each in of_mesh.collectives:
-            size = f"{max(each.sent) / 1e6:.3f}"
             least = f"({min(each.microseconds):.1f} to {max(each.microseconds):.1f})"
-            lines.append(
-                f"{each.title:20}{size:>12}{each.calls:>14}{each.median:>10.1f}{least:>20}"
-                f"{each.gigabytes_a_second:>8.2f}{each.milliseconds_a_step:>11.3f}"
-            )
+            sent = f"{max(each.sent) / 1e6:.3f}", str(each.calls)
+            times = f"{each.median:.1f}", least, f"{each.gigabytes_a_second:.2f}", f"{each.milliseconds_a_step:.3f}"
+            lines.append((each.title, *sent, *times))
         if not of_mesh.note:
             calls = sum(each.calls for each in of_mesh.collectives)
-            lines.append(f"{'all of them':20}{'':12}{calls:>14}{'':38}{of_mesh.milliseconds_a_step:>11.3f}")
-    return "\n".join([heading, *lines])
+            lines.append(("all of them", "", str(calls), "", "", "", f"{of_mesh.milliseconds_a_step:.3f}"))
+    return aligned(lines, 1)

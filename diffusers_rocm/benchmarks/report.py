@@ -62,6 +62,20 @@ def speedups(rows: Sequence[Row]) -> list[float]:
     return [base.get(row.mode, math.nan) / row.median for row in rows]
 
 
+def aligned(lines: Sequence[tuple[str, ...]], left: int) -> str:
+    """Columns as wide as what is in them, the first `left` to the left; a line of fewer cells ends in a note."""
+    cells = [line if len(line) == len(lines[0]) else line[:-1] for line in lines]
+    widths = [max(len(of[index]) for of in cells if index < len(of)) for index in range(len(lines[0]))]
+    shown = []
+    for line, of in zip(lines, cells, strict=True):
+        texts = [
+            text.ljust(width) if index < left else text.rjust(width)
+            for index, (text, width) in enumerate(zip(of, widths, strict=False))
+        ]
+        shown.append("  ".join([*texts, *line[len(of) :]]).rstrip())
+    return "\n".join(shown)
+
+
 def table(rows: Sequence[Row]) -> str:
     """One line a row, columns aligned; a row that is wrong has no times."""
     lines = [("", "mode", "ms", "", f"over {ONE}", "GiB a rank", "relative L2")]
@@ -76,18 +90,7 @@ def table(rows: Sequence[Row]) -> str:
         least = f"({min(times):.2f} to {max(times):.2f})"
         over = "-" if math.isnan(speedup) else f"{speedup:.2f}x"
         lines.append((row.name, row.mode, f"{row.median:.2f}", least, over, peak, compared))
-    whole = [line for line in lines if len(line) == len(lines[0])]
-    widths = [max(len(line[index]) for line in whole) for index in range(len(lines[0]))]
-    widths[:2] = (max(len(line[index]) for line in lines) for index in range(2))
-    shown = []
-    for line in lines:
-        cells = [text.ljust(width) for text, width in zip(line[:2], widths, strict=False)]
-        if len(line) == len(lines[0]):
-            cells += [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
-        else:
-            cells.append(line[2])
-        shown.append("  ".join(cells).rstrip())
-    return "\n".join(shown)
+    return aligned(lines, 2)
 
 
 def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

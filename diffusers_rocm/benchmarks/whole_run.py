@@ -21,6 +21,7 @@ from ..pipelines.generation import GenerationRequest, call_arguments, load
 from ..pipelines.peaks import StagePeaks
 from .distance import bar_of, distance
 from .known_models import count_blocks
+from .report import aligned
 from .step import ONE, free, in_turns, noted, parse_mesh
 
 
@@ -182,15 +183,14 @@ def _measure(request: GenerationRequest, repeats: int, device: torch.device, run
 def runs_table(runs: Sequence[Run]) -> str:
     """One line a mesh, beside the first; one that is wrong, or could not be had, has no times."""
     base = runs[0].picture
-    heads = "".join(f"{stage:>10}" for stage in (*STAGES, "picture"))
-    lines = [f"{'seconds':20}{heads}{'(least to most)':>20}{'':9}{'L2: forward':>12}{'picture':>9}"]
+    lines = [("seconds", *STAGES, "picture", "(least to most)", "", "L2: forward", "picture")]
     for run in runs:
         if run.note:
-            lines.append(f"{run.mesh:20}{run.note}")
+            lines.append((run.mesh, run.note))
             continue
-        times = "".join(f"{statistics.median(run.times[stage]):>10.3f}" for stage in STAGES)
+        times = [f"{statistics.median(run.times[stage]):.3f}" for stage in STAGES]
         least = f"({min(run.pictures):.3f} to {max(run.pictures):.3f})"
         over = "-" if math.isnan(base) else f"{base / run.picture:.2f}x"
-        compared = "   unchecked" if run.forward is None else f"{run.forward:>12.1e}{run.distance:>9.1e}"
-        lines.append(f"{run.mesh:20}{times}{run.picture:>10.3f}{least:>20}{over:>9}{compared}")
-    return "\n".join(lines)
+        compared = ("unchecked", "") if run.forward is None else (f"{run.forward:.1e}", f"{run.distance:.1e}")
+        lines.append((run.mesh, *times, f"{run.picture:.3f}", least, over, *compared))
+    return aligned(lines, 1)

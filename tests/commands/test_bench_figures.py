@@ -14,6 +14,7 @@ from diffusers_rocm.benchmarks import step
 from diffusers_rocm.benchmarks.comm import Collective, MeshComm, comm_table
 from diffusers_rocm.benchmarks.report import how, table
 from diffusers_rocm.benchmarks.step import ONE, Row, measure_step
+from diffusers_rocm.benchmarks.whole_run import STAGES, Run, runs_table
 from diffusers_rocm.commands import bench_memory, bench_step
 from diffusers_rocm.distributed.collectives import COMPRESSED_FROM
 from diffusers_rocm.hooks import step_graph
@@ -57,9 +58,36 @@ class TestBenchFigures(unittest.TestCase):
         assert " ".join(line.split()) == "ring all-to-all 4.000 100 20.0 (10.0 to 40.0) 200.00 2.000", line
         assert total.split() == ["all", "of", "them", "110", "2.800"], total
 
-    def test_the_peak_is_of_the_rank_with_the_most(self):
-        *_, line = table([Row(ONE, "eager", [8.0], [2**30, 2**31], 0.0)]).splitlines()
-        assert line.split()[-2] == "2.00", line
+    def test_of_steps(self):
+        """The median, least and most, over one rank, and the peak of the rank with the most; under its head."""
+        rows = [
+            Row(ONE, "eager", [8.0, 10.0, 30.0], [2**30, 2**31], 0.0),
+            Row("ring=2,ulysses=2", "compile", note="wrong: 1 from one rank, and this is said at length"),
+            Row("tp=2", "eager", [5.0, 2.0, 4.0], [2**30], 1e-2),
+        ]
+        heads, *_, tp = lines = table(rows).splitlines()
+        assert lines[1].split()[2:] == ["eager", "10.00", "(8.00", "to", "30.00)", "1.00x", "2.00", "0.0e+00"], lines
+        assert tp.split() == ["tp=2", "eager", "4.00", "(2.00", "to", "5.00)", "2.50x", "1.00", "1.0e-02"], lines
+        assert len(heads) == len(tp) and heads.index("ms") + len("ms") == tp.index("4.00") + len("4.00"), lines
+
+    def test_of_pictures(self):
+        """A long name, and long times, leave the columns where they are."""
+        times = {stage: [1.0, 3.0, 2.0] for stage in STAGES}
+        long = {stage: [123456.0] for stage in STAGES}
+        runs = [
+            Run(ONE, times, forward=0.0, distance=0.0),
+            Run("ring=2,ulysses=2,int8,allgather", long, forward=1e-3, distance=2e-2),
+            Run("tp=2", note="no"),
+        ]
+        heads, one, mesh, tp = lines = runs_table(runs).splitlines()
+        assert one.split()[2:] == [*["2.000"] * 4, "6.000", "(3.000", "to", "9.000)", "1.00x", *["0.0e+00"] * 2], lines
+        assert len(heads) == len(one) == len(mesh) and mesh.split()[-3:] == ["0.00x", "1.0e-03", "2.0e-02"], lines
+        assert tp.split() == ["tp=2", "no"], lines
+
+    def test_collectives_that_take_long_stay_apart(self):
+        found = Collective("ulysses", "all-gather", [10**12], 100, [123456.0, 173456.4, 223456.7])
+        heads, _, line, total = lines = comm_table([MeshComm("ulysses=2", 0.0, collectives=[found])]).splitlines()
+        assert "173456.4  (123456.0 to 223456.7)" in line and len(heads) == len(line) == len(total), lines
 
     def test_steps_are_timed_once_they_are_graphs(self):
         assert run_ranks(2, captures_worker) == [(0, 2)] * 2

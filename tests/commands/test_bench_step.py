@@ -363,6 +363,11 @@ class TestBenchStep(unittest.TestCase):
             draw([*bars(rows), Bar("long", 3.0, "3")], f"title\n{'word ' * 60}", "ms", Path(folder, "chart.png"))
             with Image.open(Path(folder, "chart.png")) as image:
                 assert image.width > 500
+        with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as saved:
+            draw(bars(rows), "title", "ms", Path("chart.png"))
+        (axes,) = saved.call_args.args[0].axes
+        assert [text.get_text() for text in axes.texts] == ["10.0  (1.00x)", "6.0  (1.67x)", "none"]
+        assert [bar.get_width() for bar in axes.patches] == [10.0, 6.0, 0.0] and axes.get_xlabel() == "ms"
 
     def test_header(self):
         """Versions, settings and the links between GPUs, without the legend that tools print below them."""
