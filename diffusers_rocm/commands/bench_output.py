@@ -14,7 +14,7 @@ from .ranks import check_writable
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
+    parser.add_argument("--json", type=Path, help="also write what was measured to this file, whose folder is made")
     parser.add_argument("--chart", type=Path, help="also draw it, as a PNG")
 
 
