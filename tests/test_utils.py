@@ -72,7 +72,7 @@ class TestScripts(unittest.TestCase):
         ]
     )
     def test_message(self, name, arguments, message):
-        """In the last line."""
+        """In the last line, which is no traceback's."""
         script = str(UTILS / f"bench_{name}.py")
 
         def main() -> int | str | None:
@@ -86,7 +86,7 @@ class TestScripts(unittest.TestCase):
 
         run = in_process(main)  # a code that is text is what Python itself would print
         said = [*run.stderr.splitlines(), *([run.returncode] if isinstance(run.returncode, str) else [])]
-        assert run.returncode and message in said[-1], run
+        assert run.returncode and message in said[-1] and "Traceback" not in run.stderr, run
 
 
 if __name__ == "__main__":
