@@ -25,6 +25,7 @@ class Axis:
         communication: how activations are sent: `"exact"`, or in 8 bits (`compression`).
         slow_links: by which messages go as is best over such; measured (`links`), and no part of what an axis is.
         multiprocessors: of the GPU on it that has the fewest, by which all cut their messages alike; likewise.
+        known_gpus: whether messages go as is best where that was measured (`choices.is_known`); likewise.
         peer_memory: whether steps are graphs and each rank reaches the others' memory, over fast links; likewise.
     """
 
@@ -37,6 +38,7 @@ class Axis:
     communication: str = EXACT
     slow_links: bool = field(default=False, compare=False)
     multiprocessors: int | None = field(default=None, compare=False)
+    known_gpus: bool = field(default=False, compare=False)
     peer_memory: bool = field(default=False, compare=False)
 
     def ranks(self) -> list[int]:

@@ -1,10 +1,10 @@
 """How messages go by what an axis is like: what links and GPUs decide is chosen here, and why.
 
 What is known of them is measured when a model is enabled, or made a graph (`links`, which says what came of it), and
-is the same on all ranks. On GPUs that are not NVIDIA's nothing else was measured: there messages go by the process
-group, as they come, and beside what is computed if links are slow. The answer is the same whatever is chosen; what
-each gave is in docs/performance.md. How short a message is left whole, or exact, stands where it is made. Kernels of
-attention are chosen in `models/attention_kernels`.
+is the same on all ranks. What is about how GPUs of one kind begin what they are given is for those (`is_known`); on
+others messages go as they come, and beside what is computed if links are slow. The answer is the same whatever is
+chosen; what each gave is in docs/performance.md. How short a message is left whole, or exact, stands where it is made.
+Kernels of attention are chosen in `models/attention_kernels`.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,14 @@ def computes_beside(*axes: Axis) -> bool:
     return any(axis.slow_links or axis.peer_memory for axis in axes)
 
 
-def _were_measured() -> bool:
-    """Whether this was measured on GPUs of the kind that this process has: NVIDIA's, whose schedulers it is about."""
-    return torch.version.hip is None
+def is_known(device: torch.device) -> bool:
+    """Whether it was measured how a GPU of this kind begins its kernels, and NCCL its messages: H100 and H200 alone.
+
+    CPUs do as those, that it can be tried on them.
+    """
+    if device.type == "cpu":
+        return True
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def begins_early(axis: Axis) -> bool:
@@ -34,7 +39,7 @@ def begins_early(axis: Axis) -> bool:
 
     A kernel that fills the GPU keeps a message out to its own end. Copies begin by themselves.
     """
-    return axis.slow_links and torch.compiler.is_compiling() and _were_measured()
+    return axis.slow_links and axis.known_gpus and torch.compiler.is_compiling()
 
 
 def goes_by_copies(axis: Axis) -> bool:
@@ -73,15 +78,15 @@ def goes_in_halves(heads: int, axis: Axis) -> bool:
 
 def goes_by_gather(axis: Axis) -> bool:
     """Whether two ranks exchange by a gather, by which as many bytes go in less time; Gloo's takes twice as long."""
-    return axis.size == 2 and axis.slow_links and axis.device.type != "cpu" and _were_measured()
+    return axis.size == 2 and axis.slow_links and axis.known_gpus and axis.device.type != "cpu"
 
 
-def memsets_become_kernels() -> bool:
+def memsets_become_kernels(device: torch.device) -> bool:
     """Whether short memsets of a graph are made kernels, if its messages are copies.
 
     Between kernels of a graph of several streams a memset takes longer. In one of a single stream nothing is gained.
     """
-    return _were_measured()
+    return is_known(device)
 
 
 @dataclass(frozen=True)

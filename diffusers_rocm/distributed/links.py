@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .axis import Axis
-from .choices import computes_beside, goes_by_gather, multiprocessors
+from .choices import computes_beside, goes_by_gather, is_known, multiprocessors
 from .collectives import all_gather_int64, all_gather_text, on_all_ranks
 from .host_memory import HostMemory, share, tried
 from .peer_memory import can_fetch
@@ -135,11 +135,12 @@ def _on_one_host(axis: Axis) -> bool:
     return len(set(hosts)) == 1
 
 
-def fewest_multiprocessors(axis: Axis) -> int | None:
-    """Of the GPUs of an axis, where cards may differ; None for CPUs."""
-    own = multiprocessors(axis.device)
-    if own is None:
-        return None
-    fewest = int(all_gather_int64(torch.tensor([own]), axis).min().item())
-    logger.info(f"what is worth a message of its own is that for a GPU of {fewest} multiprocessors")
-    return fewest
+def gpus_of(axis: Axis) -> tuple[int | None, bool]:
+    """Of an axis, where cards may differ: the fewest multiprocessors, None for CPUs; whether all kinds are known."""
+    own = [multiprocessors(axis.device) or 0, is_known(axis.device)]
+    fewest, known = all_gather_int64(torch.tensor(own), axis).amin(0).tolist()
+    if fewest:
+        logger.info(f"what is worth a message of its own is that for a GPU of {fewest} multiprocessors")
+    if not known:
+        logger.info("messages go as they come: nothing else was measured on GPUs of this kind")
+    return fewest or None, bool(known)

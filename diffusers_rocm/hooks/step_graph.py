@@ -48,7 +48,7 @@ PLAIN = (type(None), numbers.Number, str, enum.Enum, torch.dtype, torch.device, 
 
 def record(call: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Callable[[], None], Any, Any]:
     """Capture what `call()` launches: what replays it, its answer, which each replay fills anew, and its memory."""
-    by_kernels = memsets_become_kernels()
+    by_kernels = memsets_become_kernels(device)
     graph = torch.cuda.CUDAGraph(keep_graph=by_kernels)
     # Process groups watch their work from threads of their own, which a capture would forbid otherwise.
     with torch.cuda.device(device):

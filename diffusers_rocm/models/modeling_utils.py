@@ -18,7 +18,7 @@ from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.choices import computes_beside
 from ..distributed.collectives import broadcast_from_first
-from ..distributed.links import fewest_multiprocessors, links_are_slow
+from ..distributed.links import gpus_of, links_are_slow
 from ..distributed.mesh import JOINED, Axes
 from ..distributed.overlap import HIDE_MESSAGES
 from ..distributed.quantized import parts
@@ -143,12 +143,11 @@ def enable(
 
 def _with_links(axes: Axes) -> Axes:
     """These, and of those that send activations what they are like."""
-    count = fewest_multiprocessors(axes.context) if axes.context.size > 1 else None
-    sending = {name: getattr(axes, name) for name in JOINED["model"]}
-    measured = {
-        name: replace(axis, slow_links=links_are_slow(axis), multiprocessors=count) for name, axis in sending.items()
-    }
-    return replace(axes, **measured)
+    if axes.model.size == 1:
+        return axes
+    count, known = gpus_of(axes.model)
+    sending = {name: replace(getattr(axes, name), multiprocessors=count, known_gpus=known) for name in JOINED["model"]}
+    return replace(axes, **{name: replace(axis, slow_links=links_are_slow(axis)) for name, axis in sending.items()})
 
 
 def _check_heads(model: nn.Module, plan: TensorParallelPlan, axes: Axes) -> None:

@@ -165,7 +165,7 @@ def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[N
         answers = {
             "_weights_differ": lambda *_: False,
             "links_are_slow": lambda axis: slow_links and axis.size > 1,
-            "fewest_multiprocessors": lambda _: None,
+            "gpus_of": lambda _: (None, False),
         }
         hosts = mock.patch.object(step_graph, "of_hosts", lambda axis: replace(axis, device=torch.device("cpu")))
         with mock.patch.multiple(modeling_utils, **answers), hosts:

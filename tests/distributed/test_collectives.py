@@ -91,7 +91,7 @@ def exchange_worker(
     """`sizes[i][j]` elements go from rank i to rank j: how far they are from what plain messages
     bring, and how many of those were sent."""
     axis = mesh_axes({"ulysses": 2}).sending(communication).ulysses
-    axis = replace(axis, slow_links=slow, device=torch.device(device))  # as that does
+    axis = replace(axis, slow_links=slow, known_gpus=True, device=torch.device(device))  # as that does
     send, receive = tuple(sizes[axis.rank]), tuple(row[axis.rank] for row in sizes)
     x = randn(sum(send), seed=axis.rank)
     wanted = exchange_in_group(x, send, receive, axis.group)
@@ -115,7 +115,8 @@ def exchange_worker(
 
 def compiled_exchange_worker() -> list[list[str]]:
     """What an exchange of two GPUs over slow links is in compiled code, without shared memory of the host and with."""
-    axis = replace(mesh_axes({"ulysses": 2}).ulysses, slow_links=True, device=torch.device("cuda"))
+    axis = mesh_axes({"ulysses": 2}).ulysses
+    axis = replace(axis, slow_links=True, known_gpus=True, device=torch.device("cuda"))
     names, found = ("begin_all_gather", "begin_all_to_all"), []
 
     def noted(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:

@@ -201,8 +201,8 @@ class TestGraphMemsets(unittest.TestCase):
             with pytest.raises(RuntimeError, match="cuInit of CUDA's driver answers 3"):
                 cuda_driver.call("cuInit", 3)
 
-    @parameterized.expand([("NVIDIA", None, True, 1), ("NVIDIA, no copies", None, False, 0), ("AMD", "7.0", True, 0)])
-    def test_a_step_is_recorded_so(self, _, hip, by_copies, wanted):
+    @parameterized.expand([("H200", 9, True, 1), ("H200, no copies", 9, False, 0), ("another", 8, True, 0)])
+    def test_a_step_is_recorded_so(self, _, major, by_copies, wanted):
         graph, asked, capturing = mock.MagicMock(), [], mock.MagicMock()
 
         def step() -> int:
@@ -218,14 +218,14 @@ class TestGraphMemsets(unittest.TestCase):
             mock.patch.multiple(torch.cuda, device=mock.MagicMock(), current_device=lambda: 1),
             mock.patch.object(torch.cuda, "graph", return_value=capturing),
             mock.patch.object(torch.cuda, "CUDAGraph", return_value=graph) as made,
-            mock.patch.object(torch.version, "hip", hip),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda _: (major, 0)),
             mock.patch.object(graph_memsets, "become_kernels", become),
             call_of_a_graph(captured=True),
         ):
             replay, answer, _ = record(step, torch.device("cuda", 1), None)
         assert (replay, answer) == (graph.replay, 3)
-        assert made.call_args == mock.call(keep_graph=hip is None)
-        assert graph.instantiate.call_count == int(hip is None)
+        assert made.call_args == mock.call(keep_graph=major == 9)
+        assert graph.instantiate.call_count == int(major == 9)
         assert asked == [(graph.raw_cuda_graph(), 1)] * wanted
 
     @require_torch_accelerator

@@ -25,17 +25,22 @@ def enabled_worker(degrees: dict[str, int]) -> tuple[bool, bool, bool]:
     return axes.ulysses.slow_links, split_of(model).layout_of(24).ulysses.slow_links, axes == config.axes()
 
 
-def uneven_worker() -> tuple[bool, set[int], bool]:
+def uneven_worker(degrees: dict[str, int], known: tuple[bool, bool]) -> tuple[bool, set[tuple[int, bool]], bool]:
     """What is known of links, and of GPUs, where those of one rank are less than those of the other."""
-    model, config = FluxTransformerTesterConfig().get_model(), ParallelConfig(ring=2)
+    model, config = FluxTransformerTesterConfig().get_model(), ParallelConfig(**degrees)
     rank = Axis.of_all().rank
-    own = {"_rate": lambda _: (300e9, 50e9)[rank], "multiprocessors": lambda _: (96, 60)[rank]}
+    own = {
+        "_rate": lambda _: (300e9, 50e9)[rank],
+        "multiprocessors": lambda _: (96, 60)[rank],
+        "is_known": lambda _: known[rank],
+    }
     with mock.patch.multiple(links, **own):
         slow = links_are_slow(Axis.of_all())
         model.enable_parallelism(config=config)
-    axes, layout = model.parallelism.axes, split_of(model).layout_of(24)
-    found = {each.multiprocessors for each in (axes.ring, axes.ulysses, layout.ring, layout.ulysses)}
-    return slow, found, axes == config.axes()
+    axes, split = model.parallelism.axes, split_of(model)
+    layout = split.layout_of(24) if split else axes
+    sending = (axes.tp, axes.ring, axes.ulysses, layout.ring, layout.ulysses)
+    return slow, {(axis.multiprocessors, axis.known_gpus) for axis in sending}, axes == config.axes()
 
 
 def slow_copies_worker() -> list[bool]:
@@ -73,9 +78,17 @@ class TestLinks(unittest.TestCase):
         for found in run_ranks(2 * len(degrees), enabled_worker, degrees):
             assert found == (slow, slow, True)  # by which a model that was loaded is known to be on this mesh
 
-    def test_all_ranks_know_the_same(self):
-        """Of two cards: what one of them cut, the other would wait for."""
-        assert run_ranks(2, uneven_worker) == [(True, {60}, True)] * 2
+    @parameterized.expand(
+        [
+            ({"ring": 2}, (True, True)),
+            ({"ulysses": 2}, (True, False)),
+            ({"tp": 2}, (False, True)),
+            ({"tp": 2}, (True,) * 2),
+        ]
+    )
+    def test_all_ranks_know_the_same(self, degrees, known):
+        """Of two cards: what one of them cut, or held, the other would wait for."""
+        assert run_ranks(2, uneven_worker, degrees, known) == [(True, {(60, all(known))}, True)] * 2
 
     def test_one_rank_has_none(self):
         assert not links_are_slow(Axis.single("ulysses"))
@@ -94,22 +107,43 @@ class TestLinks(unittest.TestCase):
     def test_what_is_said(self, name, size, rate, said):
         found = {"_rate": lambda _: int(rate), "all_gather_int64": lambda own, axis: own}
         with mock.patch.multiple(links, **found), self.assertLogs(links.logger, "INFO") as logs:
-            links_are_slow(replace(Axis.single(name), size=size, device=torch.device("cuda" if rate else "cpu")))
+            device = torch.device("cuda" if rate else "cpu")
+            links_are_slow(replace(Axis.single(name), size=size, device=device, known_gpus=True))
         assert logs.output[0].endswith(f": they go {said}"), logs.output
 
     def test_gpus_that_were_not_measured(self):
-        """Nothing that is about the schedulers of NVIDIA's is chosen for others, nor copies."""
-        axis = replace(Axis.single("ulysses"), size=2, device=torch.device("cuda"), slow_links=True)
+        """Nothing that is about how GPUs begin what they are given is chosen for kinds that were not measured."""
         chosen = (choices.begins_early, choices.goes_by_gather, lambda axis: choices.goes_in_halves(24, axis))
+        whatever_kind = (choices.computes_beside, choices.goes_in_groups)
         with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-            for hip, wanted in ((None, True), ("6.4", False)):
-                with mock.patch.object(torch.version, "hip", hip):
-                    assert [choose(axis) for choose in (*chosen, links._may_copy)] == [wanted] * 4, hip
-                    assert choices.computes_beside(axis) and choices.goes_in_groups(axis)
-                    fast = replace(axis, slow_links=False)  # where all of it costs more than it hides
-                    assert not any(
-                        choose(fast) for choose in (*chosen, choices.computes_beside, choices.goes_in_groups)
-                    )
+            for known in (True, False):
+                axis = replace(Axis.single("ulysses"), size=2, device=torch.device("cuda"), known_gpus=known)
+                slow = replace(axis, slow_links=True)
+                assert [choose(slow) for choose in chosen] == [known] * 3
+                assert all(choose(slow) for choose in whatever_kind)
+                assert not any(choose(axis) for choose in (*chosen, *whatever_kind))  # it costs more than it hides
+
+    @parameterized.expand(
+        [
+            ("cuda", (9, 0), None, True),
+            ("cuda", (8, 9), None, False),
+            ("cuda", (10, 0), None, False),
+            ("cuda", (9, 4), "6.4", False),  # an MI300X
+            ("cuda", (9, 0), "6.4", False),  # a gfx900
+            ("xpu", (9, 0), None, False),
+            ("cpu", (9, 0), None, True),
+        ]
+    )
+    def test_which_were_measured(self, kind, capability, hip, wanted):
+        of_kind = mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability)
+        with of_kind, mock.patch.object(torch.version, "hip", hip):
+            assert choices.is_known(torch.device(kind)) == choices.memsets_become_kernels(torch.device(kind)) == wanted
+
+    def test_whose_memory_may_be_copied(self):
+        axis = replace(Axis.single("ulysses"), size=2, device=torch.device("cuda"))
+        for hip, wanted in ((None, True), ("6.4", False)):
+            with mock.patch.object(torch.version, "hip", hip):
+                assert links._may_copy(axis) == wanted
 
     def test_what_may_go_by_copies(self):
         axis = replace(Axis.single("ring"), size=2)

@@ -53,7 +53,7 @@ def flux_worker(
     model, inputs = config.get_model(), config.get_inputs(1)
     reference = config.get_output(model, inputs)
     fast = mock.patch.object(links, "FAST", 1.0 if slow else 0.0)
-    known = mock.patch.object(choices, "_were_measured", lambda: measured)
+    known = mock.patch.object(links, "is_known", lambda _: measured)
     with fast, known, mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
         model.enable_parallelism(config=ParallelConfig(**mesh))
         if copies:  # as of a graph; without one they go by the process group

@@ -227,7 +227,7 @@ class TestKeysThatEveryRankHas(unittest.TestCase):
 
 def axes(ring, ulysses):
     axes = ContextParallelConfig(ring, ulysses).axes()
-    return axes.context, *(replace(axis, slow_links=True) for axis in (axes.ring, axes.ulysses))
+    return axes.context, *(replace(axis, slow_links=True, known_gpus=True) for axis in (axes.ring, axes.ulysses))
 
 
 def gradient_worker(ring, ulysses, rotate, kind) -> list[float]:
@@ -373,7 +373,7 @@ def memory_worker(rotate) -> tuple[int, int]:
 def order_worker(slow: bool) -> list[str]:
     """What Ulysses of 2 ranks does, in its order, apart from messages that go at once."""
     cp, ring_axis, ulysses_axis = axes(1, 2)
-    layout = Layout((48,), ring_axis, replace(ulysses_axis, slow_links=slow))
+    layout = Layout((48,), ring_axis, replace(ulysses_axis, slow_links=slow, known_gpus=True))
     mine = [layout.take(x, 1, layout.rank) for x in tensors((48,), 6, 6, 1)]
     events = []
 
