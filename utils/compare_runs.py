@@ -155,6 +155,7 @@ def slow_links() -> str:
         "4, by copies": (4, "step_flux_graphs_4xh200_p2p_off"),
         "2, by the process group": (2, "step_flux_graphs_2xh200_p2p_off_by_group"),
         "4, by the process group": (4, "step_flux_graphs_4xh200_p2p_off_by_group"),
+        "4, by it, as they come": (4, "step_flux_graphs_4xh200_p2p_off_before"),
         "4, compiled, no graph": (4, "step_flux_4xh200_p2p_off"),
     }
     found = {how: {row["name"]: row["speedup"] for row in read(file)["rows"]} for how, (_, file) in ways.items()}
