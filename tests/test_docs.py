@@ -162,6 +162,16 @@ class TestDocs(unittest.TestCase):
             assert result.returncode == 0, result.stderr
             assert list(Path(folder).rglob("*.png" if line[0] == "generate" else "*.json"))
 
+    @parameterized.expand([("plan_flux_radeon",), ("plan_flux_4x7800xt",)])
+    @slow
+    def test_plan_answers_so(self, name):
+        answers = (ROOT / f"docs/examples/{name}.txt").read_text().split("$ diffusers-rocm ")[1:]
+        assert answers
+        for answer in answers:
+            line, _, text = answer.partition("\n")
+            result = in_process(lambda line=line: commands.main(shlex.split(line)))
+            assert (result.returncode, result.stdout.strip()) == (0, text.strip()), line
+
     @parameterized.expand(
         [
             ("docs/quickstart.md", 20, {"bench", "doctor", "generate", "plan", "validate"}),

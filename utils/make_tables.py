@@ -315,9 +315,9 @@ def radeon() -> str:
     found: dict[str, dict[str, str]] = {}
     for planned in (ROOT / "docs" / "examples" / "plan_flux_radeon.txt").read_text().split("$ ")[1:]:
         count, card, memory = re.search(r"^(\d) x (.+) \(speed assumed .* with (\d+)\.0 GB", planned, re.M).groups()
-        mesh, speedup = re.search(r"^(\w+=\S+).* ([\d.]+x) ", planned, re.M).groups()
-        degrees = " ".join(f"--{degree.replace('=', ' ')}" for degree in mesh.split(","))
-        found.setdefault(f"{card}, {memory} GB", {})[count] = f"`{degrees}`, {speedup}"
+        (speedup,) = re.search(r"^\w+=.* ([\d.]+x) ", planned, re.M).groups()
+        (options,) = re.search(r"^diffusers-rocm generate --model \S+ (.+) --compile", planned, re.M).groups()
+        found.setdefault(f"{card}, {memory} GB", {})[count] = f"`{options}`, {speedup}"
     lines = [f"| cards | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
     lines += [f"| {count} | {' | '.join(of[count] for of in found.values())} |" for count in "2345"]
     return "\n".join(lines)
