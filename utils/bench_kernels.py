@@ -45,6 +45,7 @@ from diffusers_rocm.distributed.launching import under_torchrun
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.hooks import sequence_split, step_graph, token_slices
 from diffusers_rocm.hooks.step_graph import WARM_UP, StepGraph
+from diffusers_rocm.models import modeling_utils
 from diffusers_rocm.planner.rehearsal import ranks_that_are_not_there
 
 
@@ -77,6 +78,7 @@ def main() -> None:
     parser.add_argument("--wait", choices=WAYS_TO_WAIT, help="in compiled code; default: as the links are")
     parser.add_argument("--process-group", action="store_true", help="messages by it, not by copies")
     parser.add_argument("--memsets", action="store_true", help="leave those of a graph what they are")
+    parser.add_argument("--gelu-apart", action="store_true", help="not in the product before it, in compiled code")
     parser.add_argument("--fuse", action="store_true", help="queries, keys and values in one product")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=new_file)
@@ -92,8 +94,11 @@ def main() -> None:
     if args.process_group or args.alone:
         sequence_split.reaches_memory = token_slices.reaches_memory = lambda _: False
 
+    if args.gelu_apart:
+        modeling_utils.FUSE_GELU = {}
+
     if args.memsets:
-        step_graph.memsets_become_kernels = lambda: False
+        step_graph.memsets_become_kernels = lambda device: False
 
     def ranks(count: int) -> contextlib.AbstractContextManager:
         return ranks_that_are_not_there(count) if args.alone else contextlib.nullcontext()
@@ -153,7 +158,7 @@ def measure(
         model.fuse_qkv_projections()
     graph = StepGraph(model) if "graph" in flags else None
     if "compile" in flags:
-        options = {} if args.wait is None else {"options": WAYS_TO_WAIT[args.wait]}
+        options = {} if args.wait is None else {"options": modeling_utils.FUSE_GELU | WAYS_TO_WAIT[args.wait]}
         model.compile_repeated_blocks(fullgraph=True, **options)
     for _ in range(2 + WARM_UP):
         model(**given)

@@ -159,7 +159,9 @@ def _beside(order: list[BaseSchedulerNode], message: BaseSchedulerNode) -> list[
 
 
 def _is_product(node: BaseSchedulerNode) -> bool:
-    return isinstance(node.node, (ir.ExternKernelOut, ir.TemplateBuffer))
+    if isinstance(node.node, (ir.ExternKernelOut, ir.TemplateBuffer)):
+        return True
+    return "addmm_gelu" in str(getattr(node.node, "op_overload", ""))
 
 
 # For `torch.compile(options=...)`.

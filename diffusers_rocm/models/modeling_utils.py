@@ -18,6 +18,7 @@ from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
 from ..distributed.choices import computes_beside
 from ..distributed.collectives import broadcast_from_first
+from ..distributed.fused_gelu import FUSE_GELU
 from ..distributed.links import gpus_of, links_are_slow
 from ..distributed.mesh import JOINED, Axes
 from ..distributed.overlap import HIDE_MESSAGES
@@ -393,13 +394,15 @@ def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
         """Many classes with a plan do not name their blocks: what has several Linears in a list is one.
 
-        Where links between split sequences are slow, or messages occupy no multiprocessor, as in graphs, they go
-        beside what does not need them, unless `options` or a `mode` are given.
+        Those of split sequences have gelu in the product before it. Where links between them are slow, or messages
+        occupy no multiprocessor, as in graphs, they go beside what does not need them. Neither if `options` or a
+        `mode` are given.
         """
         split = getattr(getattr(self, "parallelism", None), "split", None)
         if split is not None and kwargs.get("backend", "inductor") == "inductor":
-            if computes_beside(split.ring, split.ulysses) and not kwargs.keys() & {"mode", "options"}:
-                kwargs["options"] = HIDE_MESSAGES
+            if not kwargs.keys() & {"mode", "options"}:
+                beside = computes_beside(split.ring, split.ulysses)
+                kwargs["options"] = FUSE_GELU | (HIDE_MESSAGES if beside else {})
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)
         for block in (block for blocks in outermost_lists(self) for block in blocks):

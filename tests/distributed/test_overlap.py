@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from diffusers_rocm import ParallelConfig
-from diffusers_rocm.distributed import choices, links
+from diffusers_rocm.distributed import choices, fused_gelu, links
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.choices import Busy
 from diffusers_rocm.distributed.collectives import all_reduce
+from diffusers_rocm.distributed.fused_gelu import FUSE_GELU
 from diffusers_rocm.distributed.overlap import HIDE_MESSAGES
 from diffusers_rocm.distributed.peer_memory import gather_by_copies, teach_compiler
 from diffusers_rocm.hooks import sequence_split
@@ -28,7 +29,9 @@ from ..testing_utils import relative_l2, run_ranks
 from .peer_memory_on_a_cpu import Even
 
 
-STEPS = re.compile(r"(?<!')torch\.ops\.(?:_c10d_functional|diffusers_rocm)\.(\w+)\.default|extern_kernels\.(\w*mm)\(")
+STEPS = re.compile(
+    r"(?<!')torch\.ops\.(?:_c10d_functional|diffusers_rocm)\.(\w+)\.default\(|extern_kernels\.(\w*mm)\("
+)
 
 
 def steps(code: str) -> list[str]:
@@ -54,15 +57,17 @@ def flux_worker(
     reference = config.get_output(model, inputs)
     fast = mock.patch.object(links, "FAST", 1.0 if slow else 0.0)
     known = mock.patch.object(links, "is_known", lambda _: measured)
-    with fast, known, mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
+    gelu = mock.patch.object(fused_gelu, "gelu_is_in_products", lambda _: True)
+    with fast, known, gelu, mock.patch.object(choices, "OF_CPU", Busy(1 << 40, 1 << 60)):  # messages go whole
         model.enable_parallelism(config=ParallelConfig(**mesh))
         if copies:  # as of a graph; without one they go by the process group
             teach_compiler()
             with mock.patch.object(sequence_split, "reaches_memory", lambda _: True):
                 model.parallelism.split.by_copies(True)
         model._repeated_blocks = ["FluxSingleTransformerBlock"]
-        model.compile_repeated_blocks(fullgraph=True, **({} if slow else {"options": HIDE_MESSAGES}))
+        model.compile_repeated_blocks(fullgraph=True, **({} if slow else {"options": FUSE_GELU | HIDE_MESSAGES}))
         output, codes = run_and_get_code(config.get_output, model, inputs)
+    assert codes[0].count("addmm_gelu.default(") == 1
     messages = [step for step in steps(codes[0]) if "mm" not in step and step != "next_place"]
     order = ["wait" if "wait" in step else "begin" for step in messages]
     return relative_l2(output, reference), under_messages(codes[0]), order
@@ -256,10 +261,10 @@ def beside_worker() -> list[list[str]]:
 # Whether links are slow, whether ranks reach each other's memory, whether the model is a graph, what is asked for, and
 # the options that blocks are compiled with, by their names.
 USES = (
-    (True, False, False, {}, [*HIDE_MESSAGES]),
-    (False, False, True, {}, []),
-    (False, True, True, {}, [*HIDE_MESSAGES]),
-    (False, True, False, {}, []),
+    (True, False, False, {}, [*FUSE_GELU, *HIDE_MESSAGES]),
+    (False, False, True, {}, [*FUSE_GELU]),
+    (False, True, True, {}, [*FUSE_GELU, *HIDE_MESSAGES]),
+    (False, True, False, {}, [*FUSE_GELU]),
     (True, False, False, {"mode": "max-autotune"}, []),
     (True, False, False, {"options": {"max_autotune": True}}, ["max_autotune"]),
     (True, False, False, {"backend": "eager"}, []),

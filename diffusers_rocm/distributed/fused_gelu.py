@@ -1,0 +1,71 @@
+"""A pass over compiled code: gelu in the product before it, which GPUs' libraries compute as they write it.
+
+By itself it reads and writes what is largest of all that is between the products of a block, and takes of the memory's
+bandwidth what a message beside it would. Gelu is meant as tanh approximates it, which is what the libraries have.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._subclasses import FakeTensor
+
+from .choices import gelu_is_in_products
+
+
+_library = torch.library.Library("diffusers_rocm", "FRAGMENT")
+_library.define("addmm_gelu(Tensor x, Tensor weight, Tensor bias) -> Tensor")
+_addmm_gelu = torch.ops.diffusers_rocm.addmm_gelu.default
+
+
+def addmm_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`gelu(x @ weight.T + bias)` of `x` [..., in], with a weight [out, in]: [..., out]."""
+    if x.device.type == "cpu":  # where torch's operation has the error function
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    rows = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
+    return rows.view(*x.shape[:-1], len(weight))
+
+
+for _device in ("CUDA", "CPU"):
+    _library.impl("addmm_gelu", addmm_gelu, _device)
+
+
+@torch.library.register_fake("diffusers_rocm::addmm_gelu", lib=_library)
+def _(x, weight, bias):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+class FuseGelu(CustomGraphPass):
+    """Over a graph of the functions that the model has called."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for gelu in graph.find_nodes(op="call_function", target=F.gelu):
+            linear = gelu.args[0]
+            if linear.target is not F.linear or len(linear.users) > 1 or gelu.kwargs.get("approximate") != "tanh":
+                continue
+            given = [*linear.args, *linear.kwargs.values()]
+            if len(given) == 3 and _may_be_one(*given, gelu):
+                with graph.inserting_before(gelu):
+                    fused = graph.call_function(_addmm_gelu, tuple(given))
+                fused.meta = gelu.meta.copy()
+                gelu.replace_all_uses_with(fused)
+                graph.erase_node(gelu)
+                graph.erase_node(linear)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+def _may_be_one(x: fx.Node, weight: fx.Node, bias: fx.Node | None, gelu: fx.Node) -> bool:
+    """Plain tensors of one dtype, without gradients."""
+    if bias is None:
+        return False
+    first, *others = values = [node.meta["example_value"] for node in (x, weight, bias, gelu)]
+    plain = all(type(value) is FakeTensor for value in values) and {each.dtype for each in others} == {first.dtype}
+    return plain and not others[-1].requires_grad and gelu_is_in_products(first)
+
+
+# For `torch.compile(options=...)`.
+FUSE_GELU = {"pre_grad_custom_pass": FuseGelu()}
