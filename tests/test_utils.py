@@ -11,7 +11,7 @@ from unittest import mock
 
 from parameterized import parameterized
 
-from .testing_utils import in_process, require_torch_accelerator
+from .testing_utils import in_process, require_torch_accelerator, slow_unless
 
 
 UTILS = Path(__file__).parents[1] / "utils"
@@ -34,6 +34,7 @@ class TestScripts(unittest.TestCase):
         ]
     )
     def test_run(self, name, ranks, out, arguments):
+        slow_unless("--alone" in arguments)
         self.check_run(name, ranks, out, arguments)
 
     @require_torch_accelerator

@@ -26,9 +26,18 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers_rocm.distributed import choices
 
 
+_RUNS_SLOW = os.environ.get("RUN_SLOW") == "1"
+
+
 def slow(test):
     """Runs with RUN_SLOW=1 only."""
-    return unittest.skipUnless(os.environ.get("RUN_SLOW") == "1", "slow: set RUN_SLOW=1")(test)
+    return unittest.skipUnless(_RUNS_SLOW, "slow: set RUN_SLOW=1")(test)
+
+
+def slow_unless(quick: bool) -> None:
+    """Of a test of many cases, those that are not `quick` run with RUN_SLOW=1 only."""
+    if not (quick or _RUNS_SLOW):
+        raise unittest.SkipTest("slow: set RUN_SLOW=1")
 
 
 def require_torch_accelerator(test):

@@ -22,6 +22,8 @@ from diffusers_rocm import commands
 from diffusers_rocm.commands import make_parser
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 
+from ..testing_utils import slow
+
 
 def parsers(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list]]:
     """`(words of a command, its options)`, those of its subcommands too."""
@@ -158,6 +160,7 @@ class TestBadInput(unittest.TestCase):
             )
         assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr[-500:]
 
+    @slow
     @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(plans(), st.just({}) | odd_folders())
     def test_plan_runs(self, words, changed):

@@ -17,7 +17,7 @@ from diffusers_rocm.benchmarks.comm import IN_A_ROW, Collective, MeshComm, comm_
 from diffusers_rocm.distributed import collectives
 from diffusers_rocm.distributed.axis import Axis
 
-from ..testing_utils import in_process, run_ranks
+from ..testing_utils import in_process, run_ranks, slow
 from .test_bench_step import request
 from .test_known_models import SMALL
 
@@ -156,6 +156,7 @@ class TestBenchComm(unittest.TestCase):
             assert commands.main(["bench", "comm", "--device", "cpu", "--mesh", "cfg=2,tp=2"]) == 2
         assert "--mesh cfg=2,tp=2: cfg exchanges once a step" in stderr.getvalue(), stderr.getvalue()
 
+    @slow
     def test_comm_of_what_cannot_be_had(self):
         config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]
         command = ["bench", "comm", "--device", "cpu", "--mesh", "ulysses=2", "--resolution", "64"]

@@ -222,6 +222,7 @@ class TestBenchStep(unittest.TestCase):
             assert seen == ["native of diffusers"] * 7 + ["native of tests", "native of diffusers"]
             assert notes == [""] * 6
 
+    @slow
     def test_a_peer_sends_in_fewer_bits_and_beside_what_is_computed(self):
         """The latter last in all modes and rounds, since it leaves classes of diffusers changed."""
         alone = {"ulysses_size": 2, "attention_backend": "native"}
@@ -259,6 +260,7 @@ class TestBenchStep(unittest.TestCase):
                 line = next(line for line in shown.splitlines() if line.startswith("tp=2"))
                 assert re.fullmatch(r"tp=2 +eager +wrong: \S+ from one rank, more than \S+", line), shown
 
+    @slow
     def test_a_part_of_the_keys_that_is_missing(self):
         """Is seen in bfloat16 too, by either reference; what is sent in fewer bits is held to as much."""
         for in_float32, reference in ((True, "float32"), (False, ONE)):
@@ -416,6 +418,7 @@ class TestBenchStep(unittest.TestCase):
         assert code == 1 and "one rank, eager: not run: " in said, said
         assert said.endswith("\ndiffusers-rocm: wrong or not run, 2 of 2 rows: one rank, eager; tp=1, eager\n"), said
 
+    @slow
     def test_what_ranks_did_not_run(self):
         """The table is there, and below it what is wrong with the run: no rank failed."""
         config = [f"{name}={value}" for name, value in {**SMALL["flux"], "num_attention_heads": 1}.items()]

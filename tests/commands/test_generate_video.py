@@ -114,6 +114,7 @@ class TestGenerateVideo(unittest.TestCase):
                 code = commands.main(["generate", "--model", str(folder), "--prompt", "x", "--device", "cpu"])
             assert code == 2 and message in stderr.getvalue(), stderr.getvalue()
 
+    @slow
     def test_image_to_image(self):
         Image.new("RGB", (128, 128), "blue").save(self.folder / "blue.png")
         common = ["--prompt", "a red circle on a blue background", "--seed", 0, "--steps", 4]

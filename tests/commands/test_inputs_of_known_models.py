@@ -18,7 +18,7 @@ from diffusers_rocm.planner.rehearsal import rehearsed
 
 from ..models.test_plans import VARIANTS
 from ..models.testing_utils.workers import FLOAT32_BAR
-from ..testing_utils import relative_l2, run_ranks
+from ..testing_utils import relative_l2, run_ranks, slow_unless
 
 
 # Where the tiny config of a class' tests is not one for pictures of some pixels, or for these inputs.
@@ -52,6 +52,7 @@ CANNOT: dict[str, tuple[str, ...]] = {
 }
 # One forward of these is no step: it reads what another one, or the pipeline by the model's own parts, has made.
 NO_STEP = {"SanaWMLTX2RefinerTransformer3DModel", "WanAnimate2Transformer3DModel"}
+MOST_USED = {"flux", "flux2", "hunyuan-video", "ltx", "qwen-image", "sd3.5-large", "wan"}
 MESHES = {"tp": {"tp": 2}, "ulysses": {"ulysses": 2}}
 
 
@@ -104,6 +105,7 @@ class TestInputsOfKnownModels(unittest.TestCase):
 
     @parameterized.expand(KNOWN_MODELS)
     def test_inputs_fit_the_real_model(self, name):
+        slow_unless(name in MOST_USED)
         known, shapes = KNOWN_MODELS[name], []
 
         def run(model: ModelMixin, size: Size) -> None:

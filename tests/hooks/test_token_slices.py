@@ -48,7 +48,7 @@ from ..models.transformers.test_models_transformer_wan import (
     WanTI2VTransformerTesterConfig,
     WanTransformerTesterConfig,
 )
-from ..testing_utils import relative_l2, require_torch_accelerators, run_ranks
+from ..testing_utils import relative_l2, require_torch_accelerators, run_ranks, slow_unless
 from .test_step_graph import steps_of
 
 
@@ -311,6 +311,7 @@ class TestTokenSlices(unittest.TestCase):
         ]
     )
     def test_flux(self, name, degrees, how, short, batch):
+        slow_unless(not how or name == "two, compiled")
         # Of two blocks of two streams, and two of one. Where attention sends messages, and where projections of it are
         # one product, the MLP is by itself.
         alone = "fused" in how or len(degrees) > 1
@@ -333,6 +334,7 @@ class TestTokenSlices(unittest.TestCase):
         ]
     )
     def test_models_of_two_streams(self, name, config_class, degrees, how, batch):
+        slow_unless(not how)
         # As of FLUX.1; the MLP of FLUX.2's blocks of one stream is part of attention's product.
         alone = len(degrees) > 1 and config_class is not Flux2TransformerTesterConfig
         wanted = {"gather_slices": 2 * 3 + 2, "multiply": 2 * 4 + 2 + 2 * alone, "multiply_and_scatter": 2 * 3 + 2}
@@ -352,6 +354,7 @@ class TestTokenSlices(unittest.TestCase):
         ]
     )
     def test_models_with_cross_attention(self, name, config_class, degrees, how, batch, conditions):
+        slow_unless(how != ("compiled",))
         # In each of two blocks self-attention, cross-attention and an MLP; and products of conditions.
         wanted = {"gather_slices": 2 * 3, "multiply": 2 * (3 + conditions), "multiply_and_scatter": 2 * 3}
         self.check(config_class, (2, 6, 8), degrees, how, batch, wanted)

@@ -25,7 +25,7 @@ from ..models.testing_utils.parallelism import FLOAT32_BAR
 from ..models.testing_utils.variants import variants
 from ..models.transformers.test_models_transformer_flux import FluxTransformerTesterConfig
 from ..models.transformers.test_models_transformer_hidream_image import HiDreamImageTransformerTesterConfig
-from ..testing_utils import message_of, relative_l2, run_ranks
+from ..testing_utils import message_of, relative_l2, run_ranks, slow
 from .testing_utils import PIPELINES, build, latents
 
 
@@ -288,6 +288,7 @@ OF_ONE_ROW = ("Cosmos3", "SanaWM", "WanAnimate2")
 
 
 class TestCFGParallel(unittest.TestCase):
+    @slow
     @unittest.skipIf(Version(diffusers.__version__) < Version("0.42"), "the tiny models are made for the newest")
     def test_every_model_by_rows(self):
         """A length, a layer or a coordinate must not be taken for a row, nor the other way round."""

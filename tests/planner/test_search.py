@@ -19,7 +19,7 @@ from diffusers_rocm.planner.search import RESERVED, Machine, search
 from diffusers_rocm.planner.stages import encoder_bytes
 from diffusers_rocm.planner.subject import SUBJECTS, find_subject
 
-from ..testing_utils import in_process, message_of
+from ..testing_utils import in_process, message_of, slow
 
 
 UTILS = Path(__file__).parents[2] / "utils"
@@ -154,6 +154,7 @@ class TestSearch(unittest.TestCase):
         )
         assert beyond and all(each.degrees["ring"] == nodes + 1 for each in beyond)
 
+    @slow
     def test_the_page_of_many_nodes(self):
         """Its row of 5 nodes is that of the best mesh of all."""
         make = script("make_scaling")
