@@ -274,6 +274,7 @@ def kernels(*names: str) -> str:
         how += ["by the process group"] * ("--process-group" in run["command"])
         how += ["P2P off"] * (run["versions"]["NCCL_P2P_DISABLE"] == "1")
         how += ["with memsets"] * ("--memsets" in run["command"])
+        how += ["gelu apart"] * ("--gelu-apart" in run["command"])
         for row in run["rows"]:
             computed = [row[kind] for kind in ("matmul", "attention", "other")]
             cells = [row["ms"], *computed, row["ms"] - sum(computed)]
@@ -356,6 +357,7 @@ TABLES = {
     "two_machines": two_machines,
     "radeon": radeon,
     "kernels_copies": lambda: kernels("kernels_copies_4xh100", "kernels_group_4xh100", "kernels_2048_4xh100"),
+    "kernels_gelu": lambda: kernels("kernels_gelu_apart_2xh200", "kernels_gelu_fused_2xh200"),
     "kernels_memsets": lambda: kernels(
         *(f"kernels_{how}_memsets_2xh200{links}" for links in ("", "_p2p_off") for how in ("with", "without"))
     ),
