@@ -2,9 +2,9 @@
 
 What is known of them is measured when a model is enabled, or made a graph (`links`, which says what came of it), and
 is the same on all ranks. What is about how GPUs of one kind begin what they are given is for those (`is_known`); on
-others messages go as they come, and beside what is computed if links are slow. The answer is the same whatever is
-chosen; what each gave is in docs/performance.md. How short a message is left whole, or exact, stands where it is made.
-Kernels of attention are chosen in `models/attention_kernels`.
+others messages go as they come, and beside what is computed if links are slow. Whatever is chosen, the answer is the
+same, but for rounding; what each gave is in docs/performance.md. How short a message is left whole, or exact, stands
+where it is made. Kernels of attention are chosen in `models/attention_kernels`.
 """
 
 from dataclasses import dataclass
@@ -90,11 +90,11 @@ def memsets_become_kernels(device: torch.device) -> bool:
 
 
 def gelu_is_in_products(x: torch.Tensor) -> bool:
-    """Whether compiled code has gelu in the product of `x` before it: in 16 bits, where it is nearer to float64 so.
+    """Whether compiled code has gelu in the product of `x` before it (`fused_gelu`): in bfloat16.
 
-    In float32 it is not, by NVIDIA's libraries; of others' nothing was measured.
+    There it is nearer to float64 so, and in float32 less near, by NVIDIA's libraries; others' were not measured.
     """
-    return x.dtype.itemsize == 2 and is_known(x.device)
+    return x.dtype == torch.bfloat16 and is_known(x.device)
 
 
 @dataclass(frozen=True)
