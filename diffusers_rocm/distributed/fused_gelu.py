@@ -17,6 +17,7 @@ from .choices import gelu_is_in_products
 
 _library = torch.library.Library("diffusers_rocm", "FRAGMENT")
 _library.define("addmm_gelu(Tensor x, Tensor weight, Tensor bias) -> Tensor")
+_NAMES = "input", "weight", "bias"
 _addmm_gelu = torch.ops.diffusers_rocm.addmm_gelu.default
 
 
@@ -42,13 +43,14 @@ class FuseGelu(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         for gelu in graph.find_nodes(op="call_function", target=F.gelu):
-            linear = gelu.args[0]
+            (linear,) = gelu.args or gelu.all_input_nodes
             if linear.target is not F.linear or len(linear.users) > 1 or gelu.kwargs.get("approximate") != "tanh":
                 continue
-            given = [*linear.args, *linear.kwargs.values()]
-            if len(given) == 3 and _may_be_one(*given, gelu):
-                with graph.inserting_before(gelu):
-                    fused = graph.call_function(_addmm_gelu, tuple(given))
+            given = {**dict(zip(_NAMES, linear.args, strict=False)), **linear.kwargs}
+            operands = tuple(given.get(name) for name in _NAMES)
+            if _may_be_one(*operands, gelu):
+                with graph.inserting_before(linear):  # what it reads may be written to before gelu is asked for
+                    fused = graph.call_function(_addmm_gelu, operands)
                 fused.meta = gelu.meta.copy()
                 gelu.replace_all_uses_with(fused)
                 graph.erase_node(gelu)
@@ -64,7 +66,7 @@ def _may_be_one(x: fx.Node, weight: fx.Node, bias: fx.Node | None, gelu: fx.Node
         return False
     first, *others = values = [node.meta["example_value"] for node in (x, weight, bias, gelu)]
     plain = all(type(value) is FakeTensor for value in values) and {each.dtype for each in others} == {first.dtype}
-    return plain and not others[-1].requires_grad and gelu_is_in_products(first)
+    return plain and first.ndim > 1 and not others[-1].requires_grad and gelu_is_in_products(first)
 
 
 # For `torch.compile(options=...)`.
