@@ -30,7 +30,7 @@ class TestScripts(unittest.TestCase):
             ("overlap", 2, "--out", ["--rows", "64", "--sums", "64", "--width", "64", "--no-symmetric"]),
             ("guard", 2, "--out", ["--tp", "2", "--double", "1", "--single", "1", "--width", "256", *SMALL]),
             ("kernels", 2, "--json", [*EAGER, *KERNELS]),
-            ("kernels", 1, "--json", ["--alone", *EAGER, *KERNELS]),
+            ("kernels", 1, "--json", ["--alone", "--gelu-apart", *EAGER, *KERNELS]),
         ]
     )
     def test_run(self, name, ranks, out, arguments):

@@ -2,9 +2,10 @@
 
 What is known of them is measured when a model is enabled, or made a graph (`links`, which says what came of it), and
 is the same on all ranks. What is about how GPUs of one kind begin what they are given is for those (`is_known`); on
-others messages go as they come, and beside what is computed if links are slow. Whatever is chosen, the answer is the
-same, but for rounding; what each gave is in docs/performance.md. How short a message is left whole, or exact, stands
-where it is made. Kernels of attention are chosen in `models/attention_kernels`.
+others messages go as they come, beside what is computed if links are slow, and by copies where these are timed.
+Whatever is chosen, the answer is the same, but for rounding; what each gave is in docs/performance.md. How short a
+message is left whole, or exact, stands where it is made. Kernels of attention are chosen in
+`models/attention_kernels`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ def computes_beside(*axes: Axis) -> bool:
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether it was measured how a GPU of this kind begins its kernels, and NCCL its messages: H100 and H200 alone.
+    """Whether a GPU is of the kind on which all of this was measured: H100 and H200, which have capability 9.0.
 
     CPUs do as those, that it can be tried on them.
     """
@@ -49,7 +50,7 @@ def goes_by_copies(axis: Axis) -> bool:
     is not as long on all ranks goes by the group, but for a ring's hops, and so does what a ring gathers some heads at
     a time.
     """
-    return not axis.slow_links and axis.communication == EXACT
+    return axis.known_gpus and not axis.slow_links and axis.communication == EXACT
 
 
 def goes_through_host(axis: Axis) -> bool:
@@ -89,12 +90,12 @@ def memsets_become_kernels(device: torch.device) -> bool:
     return is_known(device)
 
 
-def gelu_is_in_products(x: torch.Tensor) -> bool:
-    """Whether compiled code has gelu in the product of `x` before it (`fused_gelu`): in bfloat16.
+def gelu_is_in_products(tp: Axis, *axes: Axis) -> bool:
+    """Whether compiled blocks have gelu in the product before it (`fused_gelu`): of sequences split over `axes`.
 
-    There it is nearer to float64 so, and in float32 less near, by NVIDIA's libraries; others' were not measured.
+    Over slow links, and of a product that is one rank's part, it was not measured.
     """
-    return x.dtype == torch.bfloat16 and is_known(x.device)
+    return tp.size == 1 and all(axis.known_gpus and not axis.slow_links for axis in axes)
 
 
 @dataclass(frozen=True)

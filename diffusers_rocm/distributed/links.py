@@ -142,5 +142,5 @@ def gpus_of(axis: Axis) -> tuple[int | None, bool]:
     if fewest:
         logger.info(f"what is worth a message of its own is that for a GPU of {fewest} multiprocessors")
     if not known:
-        logger.info("messages go as they come: nothing else was measured on GPUs of this kind")
+        logger.info("not all GPUs are of a kind that was measured: nothing is held, or copied untimed, for messages")
     return fewest or None, bool(known)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..distributed.agreement import fail_together
 from ..distributed.axis import Axis
-from ..distributed.choices import computes_beside
+from ..distributed.choices import computes_beside, gelu_is_in_products
 from ..distributed.collectives import broadcast_from_first
 from ..distributed.fused_gelu import FUSE_GELU
 from ..distributed.links import gpus_of, links_are_slow
@@ -394,15 +394,20 @@ def wrap_compile_repeated_blocks(original: Callable) -> Callable:
     def compile_repeated_blocks(self, *args, **kwargs) -> None:
         """Many classes with a plan do not name their blocks: what has several Linears in a list is one.
 
-        Those of split sequences have gelu in the product before it. Where links between them are slow, or messages
+        Over fast links those of split sequences have gelu in the product before it. Where links are slow, or messages
         occupy no multiprocessor, as in graphs, they go beside what does not need them. Neither if `options` or a
         `mode` are given.
         """
         split = getattr(getattr(self, "parallelism", None), "split", None)
         if split is not None and kwargs.get("backend", "inductor") == "inductor":
             if not kwargs.keys() & {"mode", "options"}:
-                beside = computes_beside(split.ring, split.ulysses)
-                kwargs["options"] = FUSE_GELU | (HIDE_MESSAGES if beside else {})
+                chosen = {}
+                if gelu_is_in_products(self.parallelism.axes.tp, split.ring, split.ulysses):
+                    logger.info("compiled blocks have gelu in the product before it, in bfloat16")
+                    chosen |= FUSE_GELU
+                if computes_beside(split.ring, split.ulysses):
+                    chosen |= HIDE_MESSAGES
+                kwargs["options"] = chosen
         if self._repeated_blocks or not has_plan(type(self)):
             return original(self, *args, **kwargs)
         for block in (block for blocks in outermost_lists(self) for block in blocks):

@@ -146,10 +146,18 @@ class TestLinks(unittest.TestCase):
                 assert links._may_copy(axis) == wanted
 
     def test_what_may_go_by_copies(self):
-        axis = replace(Axis.single("ring"), size=2)
+        axis = replace(Axis.single("ring"), size=2, known_gpus=True)
         ways = {"exact": {}, "slow": {"slow_links": True}, "8 bits": {"communication": "int8"}}
+        ways["not measured"] = {"known_gpus": False}
         found = {name: choices.goes_by_copies(replace(axis, **way)) for name, way in ways.items()}
-        assert found == {"exact": True, "slow": False, "8 bits": False}, found
+        assert found == {**dict.fromkeys(ways, False), "exact": True}, found
+
+    def test_where_gelu_is_in_products(self):
+        axis, tp = replace(Axis.single("ring"), size=2, known_gpus=True), Axis.single("tp")
+        assert choices.gelu_is_in_products(tp, axis, axis)
+        assert not choices.gelu_is_in_products(replace(tp, size=2), axis, axis)
+        for way in ({"slow_links": True}, {"known_gpus": False}):
+            assert not choices.gelu_is_in_products(tp, axis, replace(axis, **way))
 
     @parameterized.expand([(25, 33, True), (25, 21, True), (25, 19, False), (240, 33, False)])
     def test_what_the_host_is_taken_for(self, by_group, by_copies, wanted):
