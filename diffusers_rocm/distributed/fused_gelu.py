@@ -70,14 +70,11 @@ def _may_be_one(x: fx.Node, weight: fx.Node, bias: fx.Node | None, gelu: fx.Node
     """
     if bias is None:
         return False
-    values = [node.meta["example_value"] for node in (x, weight, bias, gelu)]
+    values = [node.meta.get("example_value") for node in (x, weight, bias, gelu)]
+    if not all(type(value) is FakeTensor and value.dtype == torch.bfloat16 for value in values):
+        return False
     rows = values[0].shape[:-1]
-    return (
-        all(type(value) is FakeTensor and value.dtype == torch.bfloat16 for value in values)
-        and len(rows) > 0
-        and statically_known_true(math.prod(rows) <= MOST_ROWS)
-        and not values[-1].requires_grad
-    )
+    return len(rows) > 0 and statically_known_true(math.prod(rows) <= MOST_ROWS) and not values[-1].requires_grad
 
 
 # For `torch.compile(options=...)`.
