@@ -8,19 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64, broadcast_from_first
-from ..distributed.compression import EXACT
 from ..distributed.mesh import AXES
-from ..pipelines.denoisers import denoisers_of
-from ..pipelines.generation import GenerationRequest, call_arguments, load
+from ..pipelines.generation import GenerationRequest, load, make_picture
 from ..pipelines.peaks import StagePeaks
-from .distance import bar_of, distance
-from .known_models import count_blocks
+from .first_forwards import FirstForwards, bar_for, nearest
 from .report import aligned
 from .step import ONE, free, in_turns, noted, parse_mesh
 
@@ -28,7 +24,7 @@ from .step import ONE, free, in_turns, noted, parse_mesh
 STAGES = ("load", "encode", "denoise", "decode")
 # The largest relative L2 distance of a picture from that of one rank. In 16 bits pictures drift apart in many steps,
 # with any other kernel as well: the bar is for what is no picture of the prompt. The first forward has that of a step.
-BARS = {"float32": 1e-3, "float16": 0.5, "bfloat16": 0.5}
+BARS = {torch.float32: 1e-3, torch.float16: 0.5, torch.bfloat16: 0.5}
 
 
 @dataclass
@@ -85,67 +81,41 @@ def measure_runs(
     """
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
     world, wanted, runs = Axis.of_all(), None, [Run(mesh) for mesh in (ONE, *meshes)]
-    dtype = _dtype(request, device)
     for run in in_turns(runs, rounds):
         if run.note:
             continue
         degrees, made = {"dp": world.size} if run.mesh == ONE else parse_mesh(run.mesh), _Made()
+        asked = replace(request, **{**dict.fromkeys(AXES, 1), **degrees})
         with noted(run, world):
-            _measure(replace(request, **{**dict.fromkeys(AXES, 1), **degrees}), repeats, device, run, made)
+            _measure(asked, repeats, device, run, made)
         if not run.note:
             peaks = all_gather_int64(torch.tensor([run.peak[stage] for stage in STAGES]), world).amax(0)
             run.peak = dict(zip(STAGES, peaks.tolist(), strict=True))
             wanted = made if run.mesh == ONE and wanted is None else wanted
         if wanted is not None and not run.note:
-            rounds_off = "communication" in degrees or request.communication != EXACT
-            lossy = rounds_off or request.quantization is not None
-            bar = bar_of(made.blocks, getattr(torch, dtype), lossy)
-            _compare(run, made, wanted, bar, "bfloat16" if lossy else dtype)
+            of_picture = BARS[torch.bfloat16 if asked.is_lossy else asked.dtype_on(device)]
+            _compare(run, made, wanted, bar_for(asked, made, device), of_picture)
         told(run)
     return runs
 
 
-def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, dtype: str) -> None:
+def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, of_picture: float) -> None:
     """On the first rank, whose picture is kept: what is wrong on another comes to it in the steps that follow."""
     world, distances = Axis.of_all(), torch.zeros(2, dtype=torch.float64)
     if world.rank == 0:
-        distances[0] = min(_nearest(made.predictions[0], each) for each in wanted.predictions)
-        distances[1] = _nearest(made.picture, wanted.picture)
+        distances[0] = made.distance_from(wanted)
+        distances[1] = nearest(made.picture, wanted.picture)
     forward, picture = broadcast_from_first(distances, world).tolist()
     run.forward, run.distance = max(forward, run.forward or 0.0), max(picture, run.distance or 0.0)
-    if not (run.forward <= bar and run.distance <= BARS[dtype]):
+    if not (run.forward <= bar and run.distance <= of_picture):
         run.note = f"wrong: the first forward is {run.forward:.1e} from {ONE}, the picture {run.distance:.1e}"
 
 
-def _dtype(request: GenerationRequest, device: torch.device) -> str:
-    if request.dtype != "auto":
-        return request.dtype
-    return "bfloat16" if device.type != "cpu" else "float32"
-
-
 @dataclass
-class _Made:
-    """By one mesh: what the denoiser of so many blocks says first, and what comes of it.
+class _Made(FirstForwards):
+    """By one mesh: what the denoiser says first, and what comes of it."""
 
-    Attributes:
-        predictions: of the first two forwards. Where guidance is spread, a rank has one of them, or its half of one.
-    """
-
-    blocks: int = 0
-    predictions: list[Tensor] = field(default_factory=list)
     picture: Tensor | None = None
-
-    def hear(self, denoiser: nn.Module, args: tuple, output: Any) -> None:
-        if len(self.predictions) < 2:
-            first = next(x for x in tree_leaves(output) if isinstance(x, Tensor))
-            self.predictions.append(first.float().cpu())
-
-
-def _nearest(x: Tensor, wanted: Tensor) -> float:
-    """Relative L2; from the nearest part of what has more items."""
-    parts = wanted.split(len(x)) if len(x) < len(wanted) else (wanted,)
-    alike = [each for each in parts if each.shape == x.shape]
-    return min((distance(x, each) for each in alike), default=math.inf)
 
 
 def _measure(request: GenerationRequest, repeats: int, device: torch.device, run: Run, made: _Made) -> None:
@@ -157,27 +127,16 @@ def _measure(request: GenerationRequest, repeats: int, device: torch.device, run
     stages.end()
     run.times.setdefault("load", []).append(stages.seconds["load"])
     stages.watch(pipe)
-    denoisers = denoisers_of(pipe)
-    made.blocks = count_blocks(denoisers[0])
-    for denoiser in denoisers:
-        denoiser.register_forward_hook(made.hear)
-    decodes = request.vae != "first-rank" or axes.replica.rank == 0
+    made.watch(pipe)
     for turn in range(repeats + 1):
         stages.seconds.clear()
         stages.begin("encode")
-        result = pipe(
-            prompt=request.prompts[0],
-            generator=torch.Generator().manual_seed(request.seeds[0] if request.seeds else 0),
-            output_type="np" if decodes else "latent",
-            **call_arguments(type(pipe), request),
-        )
+        result = make_picture(pipe, axes, request, "np")
         stages.end()
         for stage in STAGES[1:] if turn else ():  # the first one warms up
             run.times.setdefault(stage, []).append(stages.seconds.get(stage, 0.0))
     run.peak = {stage: max(run.peak.get(stage, 0), stages.peaks.get(stage, (0, 0))[0]) for stage in STAGES}
     made.picture = torch.as_tensor(result.images if hasattr(result, "images") else result.frames).float().cpu()
-    for denoiser in {id(x): x for x in pipe.components.values() if hasattr(x, "parallelism")}.values():
-        denoiser.disable_parallelism()
 
 
 def runs_table(runs: Sequence[Run]) -> str:

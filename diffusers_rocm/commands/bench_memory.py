@@ -5,14 +5,14 @@ import math
 import sys
 from pathlib import Path
 
+from ..benchmarks.memory import measure_memory, report
 from ..benchmarks.report import Bar, where
 from ..benchmarks.step import parse_mesh
 from ..distributed import is_first_rank
 from ..distributed.launching import under_torchrun
 from ..distributed.mesh import AXES
-from ..distributed.root_cause import record
+from ..distributed.root_cause import record, unsuccessful
 from ..pipelines.generation import GenerationRequest
-from ..pipelines.memory import measure_memory, report
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
 from . import env, generate
 from .bench_output import add_output_arguments, check_output, leave
@@ -67,15 +67,16 @@ def check(args: argparse.Namespace) -> GenerationRequest:
 def measure(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:
     measured = measure_memory(request)
     measured["request"]["model"] = Path(request.model).name
-    if is_first_rank():
-        environment = env.collect()
-        what, peaks = report(measured).split("\n", 1)
-        heading = f"{what}\n{request.described()}\n{where(environment, len(measured['weights']), request.device)}"
-        kind = "host" if measured["device"] == "CPU" else "device"
-        most = {stage: max(of[kind]) / 2**30 for stage, of in measured["peaks"].items()}
-        bars = [Bar(stage, value, f"{value:.2f}") for stage, value in most.items()]
-        leave(args, argv, heading, peaks, {"environment": environment, **measured}, bars, "peak GiB a rank")
-    return 0
+    if not is_first_rank():
+        return 0
+    environment = env.collect()
+    what, peaks = report(measured).split("\n", 1)
+    heading = f"{what}\n{request.described()}\n{where(environment, len(measured['weights']), request.device)}"
+    kind = "host" if measured["device"] == "CPU" else "device"
+    most = {stage: max(of[kind]) / 2**30 for stage, of in measured["peaks"].items()}
+    bars = [Bar(stage, value, f"{value:.2f}") for stage, value in most.items()]
+    leave(args, argv, heading, peaks, {"environment": environment, **measured}, bars, "peak GiB a rank")
+    return unsuccessful(f"wrong: {measured['wrong']}") if measured["wrong"] else 0
 
 
 def run(request: GenerationRequest, args: argparse.Namespace, argv: list[str]) -> int:

@@ -96,15 +96,23 @@ class GenerationRequest:
         ]
         return ", ".join([size, steps, f"dtype {self.dtype}", *others])
 
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """Of the weights, quantised ones aside."""
+        if self.dtype != "auto":
+            return getattr(torch, self.dtype)
+        return torch.bfloat16 if device.type != "cpu" else torch.float32
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether several ranks may round what one does not, or otherwise."""
+        return self.communication != EXACT or self.quantization is not None
+
 
 def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPipeline, Axes]:
     """The parallel pipeline on this rank's device; the first rank shows how far it is."""
     if not is_first_rank():
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
-    dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    if request.dtype != "auto":
-        dtype = getattr(torch, request.dtype)
     pipe = load_pipeline(
         request.model,
         ParallelConfig(
@@ -112,7 +120,7 @@ def load(request: GenerationRequest, device: torch.device) -> tuple[DiffusionPip
             communication=request.communication,
             rotate_method=request.rotate_method,
         ),
-        torch_dtype=dtype,
+        torch_dtype=request.dtype_on(device),
         text_encoders=request.text_encoders,
         # With "first-rank" nobody but the first rank asks its pipeline for pictures, so there is nothing to share.
         vae="replicate" if request.vae == "first-rank" else request.vae,
@@ -171,6 +179,17 @@ def call_arguments(pipeline: type[DiffusionPipeline], request: GenerationRequest
     if unknown:
         raise ValueError(f"{pipeline.__name__} takes no {', '.join(unknown)}")
     return arguments
+
+
+def make_picture(pipe: DiffusionPipeline, axes: Axes, request: GenerationRequest, output_type: str) -> BaseOutput:
+    """The first prompt's, with the first seed, or 0; a rank that does not decode has latents."""
+    decodes = request.vae != "first-rank" or axes.replica.rank == 0
+    return pipe(
+        prompt=request.prompts[0],
+        generator=torch.Generator().manual_seed(request.seeds[0] if request.seeds else 0),
+        output_type=output_type if decodes else "latent",
+        **call_arguments(type(pipe), request),
+    )
 
 
 class StepTimer:

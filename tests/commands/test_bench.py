@@ -1,25 +1,35 @@
-"""`diffusers-rocm bench memory`, and the pipeline of random weights that it can write."""
+"""`diffusers-rocm bench memory`: peaks of their stage, a forward that is compared; the random weights it can write."""
 
 import json
 import re
 import tempfile
 import unittest
-from contextlib import redirect_stderr, redirect_stdout
+import weakref
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import psutil
 import torch
+import torch.distributed as dist
 from diffusers import FluxPipeline
 from parameterized import parameterized
 
 from diffusers_rocm import ParallelConfig, commands, load_pipeline
-from diffusers_rocm.pipelines.memory import STAGES
+from diffusers_rocm.benchmarks import memory
+from diffusers_rocm.benchmarks.memory import STAGES, measure_memory, report
+from diffusers_rocm.distributed.axis import Axis
+from diffusers_rocm.pipelines import load
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.pipelines.peaks import StagePeaks
 from diffusers_rocm.pipelines.random_pipeline import FLUX_DEV, write_random_flux
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..testing_utils import relative_l2, run_ranks
+from .test_bench_generate import REQUEST
 
 
 # FLUX.1-dev, cut down in depth and width; the checkpoint has several files all the same.
@@ -42,7 +52,98 @@ def random_worker(folder: str) -> float:
     return relative_l2(latents(load_pipeline(folder, ParallelConfig(tp=2), device="cpu")), wanted)
 
 
+def checked_worker() -> list[dict[str, Any]]:
+    guided = replace(REQUEST, cfg=2, negative_prompt="a blue square", guidance=4.0)
+    asked = [replace(REQUEST, tp=2, steps=1), replace(REQUEST, tp=2, offload="disk"), guided]
+    return [measure_memory(each) for each in (*asked, replace(REQUEST, tp=2, quantization="int8"))]
+
+
+def one_after_the_other_worker() -> tuple[list[int], list[bool]]:
+    """The forwards of the mesh and of one rank; whether the mesh's weights have gone when one rank's are read."""
+    forwards, gone, pipes = [], [], []
+
+    def loaded(*args, **kwargs):
+        gone.extend(each() is None for each in pipes)
+        pipe, axes = load_of(*args, **kwargs)
+        pipes.append(weakref.ref(pipe.transformer.proj_out.weight))
+        forwards.append(0)
+        pipe.transformer.register_forward_pre_hook(lambda *_: forwards.append(forwards.pop() + 1))
+        return pipe, axes
+
+    load_of = memory.load
+    with mock.patch.object(memory, "load", loaded):
+        measure_memory(replace(REQUEST, tp=2, steps=5))
+    return forwards, gone
+
+
+def forgotten_sums_worker() -> tuple[dict[str, Any], str]:
+    reduce = dist.all_reduce
+
+    def forget(x, *args, **kwargs):
+        return reduce(x, *args, **kwargs) if x.ndim < 2 else None
+
+    with mock.patch.object(dist, "all_reduce", forget):
+        measured = measure_memory(replace(REQUEST, tp=2))
+    return measured, report(measured)
+
+
+def no_room_worker(where: str) -> tuple[dict[str, Any], str]:
+    """On the last rank alone."""
+    is_last, sharded_loading = Axis.of_all().rank == 1, load.sharded_loading
+    no_host = mock.Mock(wraps=psutil, virtual_memory=lambda: mock.Mock(available=2**20))
+
+    def of_parts(tp: Axis) -> AbstractContextManager[None]:
+        if tp.size == 1 and is_last:
+            raise torch.OutOfMemoryError("no room for all of it")
+        return sharded_loading(tp)
+
+    of_device = mock.patch.object(load, "sharded_loading", of_parts)
+    of_host = mock.patch.object(memory, "psutil", no_host) if is_last else nullcontext()
+    with of_device if where == "device" else of_host:
+        measured = measure_memory(replace(REQUEST, tp=2))
+    return measured, report(measured)
+
+
 class TestBench(unittest.TestCase):
+    def test_compared_with_one_rank(self):
+        for measured in run_ranks(2, checked_worker):
+            for each, bar in zip(measured, (1e-5, 1e-5, 1e-5, 3e-2), strict=True):
+                assert each["forward"] <= bar and each["wrong"] == each["unchecked"] == "", each
+            assert measured[-1]["forward"] > 1e-3  # rounded otherwise
+            shown = report(measured[0])
+            assert re.search(r"\nfirst forward: relative L2 \d\.\de-0\d from one rank$", shown), shown
+
+    def test_one_rank_comes_after_and_takes_two_forwards(self):
+        for forwards, gone in run_ranks(2, one_after_the_other_worker):
+            assert forwards == [5, 2] and gone == [True], (forwards, gone)
+
+    def test_wrong(self):
+        for measured, shown in run_ranks(2, forgotten_sums_worker):
+            assert measured["forward"] > 0.1 and measured["peaks"] == {} and measured["unchecked"] == "", measured
+            assert re.fullmatch(r".*\nwrong: the first forward is \d\.\de[-+]0\d from one rank", shown), shown
+
+    def test_wrong_command(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(memory, "bar_for", lambda *_: -1.0):
+            file, output, error = Path(folder, "memory.json"), StringIO(), StringIO()
+            with redirect_stdout(output), redirect_stderr(error):
+                files = ["--json", str(file), "--chart", f"{folder}/memory.png"]
+                code = commands.main(["bench", "memory", "--device", "cpu", *files])
+            assert json.loads(file.read_text())["peaks"] == {}
+        assert code == 1 and "wrong: the first forward is 0.0e+00 from one rank" in output.getvalue()
+        assert error.getvalue().endswith("diffusers-rocm: wrong: the first forward is 0.0e+00 from one rank\n")
+
+    @parameterized.expand(
+        [
+            ("device", "one rank is not run: .*no room for all of it"),
+            ("host", r"one rank is not run: 2 of them on a host need 0\.0 GiB, and it has room for 0\.0 GiB"),
+        ]
+    )
+    def test_unchecked(self, where, why):
+        for measured, shown in run_ranks(2, no_room_worker, where):
+            assert measured["forward"] is None and measured["wrong"] == "", measured
+            assert re.search(f"\nfirst forward: unchecked: {why}$", shown), shown
+            assert [*measured["peaks"]] == [*STAGES], measured
+
     def test_memory_of_the_embedded_model(self):
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "made", "memory.json")
@@ -57,6 +158,7 @@ class TestBench(unittest.TestCase):
         # The files are in bfloat16.
         assert 1.8 * sum(sizes) < measured["weights"][0] <= 2 * sum(sizes), (measured["weights"], sizes)
         assert 0 < measured["largest_tensor"][0] < measured["weights"][0]
+        assert measured["forward"] <= 1e-5 and "\nfirst forward: relative L2 " in output.getvalue()
         assert list(measured["peaks"]) == list(STAGES)
         for stage in STAGES:
             assert measured["peaks"][stage]["device"] == [0] and measured["peaks"][stage]["host"][0] > 2**26, stage

@@ -52,6 +52,12 @@ def rounded_worker() -> list[Run]:
     return measure_runs(replace(REQUEST, communication="int8"), ("ulysses=2",), repeats=1)
 
 
+def not_made_whole_worker() -> list[list[Run]]:
+    """Shards of which no rank can make, or has room for, the whole."""
+    asked = replace(REQUEST, offload="disk"), replace(REQUEST, quantization="int8")
+    return [measure_runs(each, ("tp=2", "tp=2,ulysses=1"), repeats=1) for each in asked]
+
+
 def graph_worker() -> list[Run]:
     """Steps that are replayed, of which none calls the model's forward."""
 
@@ -121,6 +127,10 @@ class TestBenchGenerate(unittest.TestCase):
                 counts = {name: len(times) for name, times in run.times.items()}
                 assert counts == dict.fromkeys(STAGES, 6) | {"load": 3}, counts
                 assert len(run.pictures) == 6 and run.distance <= 1e-5, run
+
+    def test_shards_are_not_made_whole(self):
+        for found in run_ranks(2, not_made_whole_worker):
+            assert [run.note for runs in found for run in runs] == [""] * 6, found
 
     def test_stages_of_graphs(self):
         """A step that is replayed is a part of denoising, too."""
