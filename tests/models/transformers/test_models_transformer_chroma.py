@@ -10,7 +10,7 @@ from ...testing_utils import relative_l2, run_ranks
 from ..testing_utils.common import BaseModelTesterConfig, randn
 from ..testing_utils.parallelism import FLOAT32_BAR
 from ..testing_utils.plans import PlanTesterMixin
-from .test_models_transformer_flux import ip_adapter_state_dict
+from .test_ip_adapters_flux import ip_adapter_state_dict
 
 
 class ChromaTransformerTesterConfig(BaseModelTesterConfig):
