@@ -1,27 +1,28 @@
 """How much memory each rank takes, of its device and of the host, by stage of a pipeline's run."""
 
+import contextlib
 import math
-import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 from diffusers import DiffusionPipeline
-from torch import nn
+from torch import Tensor, nn
 
 from ..distributed import init
 from ..distributed.axis import Axis
 from ..distributed.collectives import all_gather_int64
 from ..distributed.compression import EXACT
 from ..distributed.mesh import AXES, Axes
-from ..pipelines.denoisers import DENOISERS
+from ..hooks.step_graph import WARM_UP, StepGraph
+from ..pipelines.denoisers import DENOISERS, denoisers_of
 from ..pipelines.generation import GenerationRequest, load, make_picture, versions
-from ..pipelines.peaks import StagePeaks, component_bytes, weight_bytes
-from ..pipelines.text_encoders import ROOM
+from ..pipelines.peaks import StagePeaks, weight_bytes
+from ..pipelines.room import host_room
+from .answers import Answers, bar_for, farthest
 from .distance import largest_of
-from .first_forwards import KEPT, FirstForwards, bar_for
 from .step import ONE, free, noted
 
 
@@ -30,24 +31,31 @@ STAGES = ("start", "load", "encode", "denoise", "decode")
 
 
 def measure_memory(request: GenerationRequest) -> dict[str, Any]:
-    """Make one picture or video, as `generate` does, and watch; then compare its first forward with one rank's.
+    """Make one picture or video, as `generate` does, and watch; then compare what its models answered with one rank's.
 
     Every rank calls it, and gets the peaks of all. What is wrong has none.
+
+    Raises:
+        ValueError: what `load_pipeline` raises; graphs were asked for, and the steps were too few to become one.
     """
     device = init(request.device, timeout=timedelta(minutes=request.timeout))
-    peaks, made = StagePeaks(device), FirstForwards()
+    peaks, made = StagePeaks(device), Answers()
     peaks.begin("start")
     peaks.begin("load")
     pipe, axes = load(request, device)
     if axes.world.rank > 0:
         pipe.set_progress_bar_config(disable=True)
     peaks.watch(pipe)
-    made.watch(pipe)
+    made.hear(pipe, decoder=True)
+    weights = weight_bytes(pipe)
     peaks.begin("encode")
     make_picture(pipe, axes, request, "pil")
     peaks.end()
-    weights = weight_bytes(pipe)
-    row = torch.tensor([sum(weights), max(weights), *(x for stage in STAGES for x in peaks.peaks.get(stage, (0, 0)))])
+    made.forget_denoisers()
+    if request.graph and not any(map(_is_a_graph, denoisers_of(pipe))):
+        raise ValueError(f"no step became a graph, before which {WARM_UP} of its kind go: ask for more by --steps")
+    of_stages = (x for stage in STAGES for x in peaks.peaks.get(stage, (0, 0)))
+    row = torch.tensor([sum(weights), max(weights, default=0), *of_stages])
     by_rank = all_gather_int64(row, axes.world)
     kept, largest = by_rank[:, :2].T.tolist()
     by_rank = by_rank[:, 2:].view(-1, len(STAGES), 2)
@@ -70,16 +78,20 @@ def measure_memory(request: GenerationRequest) -> dict[str, Any]:
     return measured | asdict(check) | ({"peaks": {}} if check.wrong else {})
 
 
+def _is_a_graph(denoiser: nn.Module) -> bool:
+    return any(isinstance(hook, StepGraph) and hook.captured for hook in denoiser.parallelism.hooks)
+
+
 @dataclass
 class _Check:
     """
     Attributes:
-        forward: distance of the first forward's prediction from that of one rank, relative L2, on the rank where it is
-            largest; None where that is not known.
+        distance: relative L2 of the first forward, the last two and the decoder from those of one rank, where it is
+            largest, on any rank; None where that is not known.
         wrong, unchecked: why, where it is.
     """
 
-    forward: float | None = None
+    distance: float | None = None
     wrong: str = ""
     unchecked: str = ""
 
@@ -88,58 +100,64 @@ class _Enough(Exception):
     """There is what to compare with."""
 
 
-class _OfOneRank(FirstForwards):
-    """The pipeline ends with them: neither the other steps nor a decoder are needed."""
+class _First(Answers):
+    """The pipeline ends with it: the rest is asked for by itself."""
 
-    note: str = ""
-
-    def hear(self, denoiser: nn.Module, args: tuple, output: Any) -> None:
-        super().hear(denoiser, args, output)
-        if len(self.predictions) == KEPT:
-            raise _Enough
+    def forward(self, component: str, call: Callable, args: tuple, kwargs: dict) -> Any:
+        super().forward(component, call, args, kwargs)
+        raise _Enough
 
 
 def _largest_component(pipe: DiffusionPipeline, axes: Axes, device: torch.device) -> int:
     """Bytes that one rank, alone, would need of its host for a component at a time; denoisers are read to devices."""
     parts = dict.fromkeys(DENOISERS, axes.tp.size)
     parts |= {name: axes.replica.size for name, mode in pipe.text_encoder_modes.items() if mode == "shard"}
-    sizes = {name: sum(each) * parts.get(name, 1) for name, each in component_bytes(pipe).items()}
-    return max(size for name, size in sizes.items() if device.type == "cpu" or name not in DENOISERS)
+    return max(
+        sum(x.nbytes for x in each.parameters()) * parts.get(name, 1)
+        for name, each in pipe.components.items()
+        if isinstance(each, nn.Module) and (device.type == "cpu" or name not in DENOISERS)
+    )
 
 
-def _check(request: GenerationRequest, made: FirstForwards, component: int, device: torch.device) -> _Check:
+@dataclass
+class _OfOneRank:
+    """Attributes: what it answers; why it does not."""
+
+    answers: list[list[Tensor]] = field(default_factory=list)
+    note: str = ""
+
+
+def _check(request: GenerationRequest, made: Answers, component: int, device: torch.device) -> _Check:
     """Of one rank, the others replicas that do the same; its components on disk until their turn, as there may be room
     for each of them where there is none for all.
     """
-    world, wanted = Axis.of_all(), _OfOneRank()
+    world, one = Axis.of_all(), _OfOneRank()
     free(device)
-    row = torch.tensor([component, -psutil.virtual_memory().available])
-    component, available = all_gather_int64(row, world).amax(0).abs().tolist()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if component * here > ROOM * available:
-        need, room = (f"{size / 2**30:.1f} GiB" for size in (component * here, ROOM * available))
-        why = f"{here} of them on a host need {need}, and it has room for {room}"
-        return _Check(unchecked=f"{ONE} is not run: {why}")
+    together, room = host_room(component, world)
+    if together > room:
+        need, there = (f"{size / 2**30:.1f} GiB" for size in (together, room))
+        return _Check(unchecked=f"{ONE} is not run: those of a host need {need} of it, and it has room for {there}")
     alone = {**dict.fromkeys(AXES, 1), "dp": world.size, "communication": EXACT, "compile": False, "graph": False}
     offload = "auto" if request.lora is not None else "disk"  # which adapters do not go with
-    with noted(wanted, world):
+    with noted(one, world):
         pipe, axes = load(replace(request, **alone, offload=offload), device)
         pipe.set_progress_bar_config(disable=True)
-        wanted.watch(pipe)
-        try:
+        first = _First()
+        first.hear(pipe)
+        with contextlib.suppress(_Enough):
             make_picture(pipe, axes, request, "latent")
-        except _Enough:
-            pass
-    if wanted.note:
-        return _Check(unchecked=f"{ONE} is {wanted.note}")
-    forward = largest_of(made.distance_from(wanted), world)
-    if forward <= bar_for(request, made, device):
-        return _Check(forward)
-    return _Check(forward if math.isfinite(forward) else None, f"the first forward is {forward:.1e} from {ONE}")
+        first.forget_denoisers()
+        one.answers = [first.first, *made.ask(pipe)]
+    if one.note:
+        return _Check(unchecked=f"{ONE} is {one.note}")
+    distance = largest_of(farthest([made.first, *made.last], one.answers), world)
+    if distance <= bar_for(request, made, device):
+        return _Check(distance)
+    return _Check(distance if math.isfinite(distance) else None, f"{distance:.1e} from {ONE}")
 
 
 def report(measured: dict[str, Any]) -> str:
-    """A table: GiB of each rank, and how far the first forward is from one rank's; of what is wrong, that alone."""
+    """A table: GiB of each rank, and how far its answers are from one rank's; of what is wrong, that alone."""
     mesh = " x ".join(f"{name}={size}" for name, size in measured["mesh"].items() if size > 1) or "one rank"
     lines = [f"{measured['request']['model']}, {mesh} on {measured['device']}: peak GiB, rank by rank"]
     if measured["wrong"]:
@@ -159,5 +177,4 @@ def report(measured: dict[str, Any]) -> str:
         )
         lines.append(f"{stage:8} device {device}   host {host}")
     why = measured["unchecked"]
-    checked = f"unchecked: {why}" if why else f"relative L2 {measured['forward']:.1e} from {ONE}"
-    return "\n".join([*lines, f"first forward: {checked}"])
+    return "\n".join([*lines, f"unchecked: {why}" if why else f"relative L2 {measured['distance']:.1e} from {ONE}"])

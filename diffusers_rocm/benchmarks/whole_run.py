@@ -16,14 +16,15 @@ from ..distributed.collectives import all_gather_int64, broadcast_from_first
 from ..distributed.mesh import AXES
 from ..pipelines.generation import GenerationRequest, load, make_picture
 from ..pipelines.peaks import StagePeaks
-from .first_forwards import FirstForwards, bar_for, nearest
+from .answers import Answers, bar_for, farthest
+from .distance import largest_of
 from .report import aligned
 from .step import ONE, free, in_turns, noted, parse_mesh
 
 
 STAGES = ("load", "encode", "denoise", "decode")
 # The largest relative L2 distance of a picture from that of one rank. In 16 bits pictures drift apart in many steps,
-# with any other kernel as well: the bar is for what is no picture of the prompt. The first forward has that of a step.
+# with any other kernel as well: the bar is for what is no picture of the prompt. Forwards have that of a step.
 BARS = {torch.float32: 1e-3, torch.float16: 0.5, torch.bfloat16: 0.5}
 
 
@@ -34,8 +35,8 @@ class Run:
     Attributes:
         times: seconds of each stage, in each repeat; of loading, which is not repeated, in each round.
         peak: bytes of the device of the rank with the most, by stage; 0 on a CPU.
-        forward: distance of the first forward's prediction from that of one rank, relative L2; None where one rank has
-            none.
+        forward: distance of forwards from those of one rank, relative L2, of the first one and where one rank's last
+            two are asked for once more; None where one rank has none.
         distance: the same of the picture.
         note: why there are no times.
     """
@@ -87,38 +88,43 @@ def measure_runs(
         degrees, made = {"dp": world.size} if run.mesh == ONE else parse_mesh(run.mesh), _Made()
         asked = replace(request, **{**dict.fromkeys(AXES, 1), **degrees})
         with noted(run, world):
-            _measure(asked, repeats, device, run, made)
+            _measure(asked, repeats, device, run, made, wanted)
         if not run.note:
             peaks = all_gather_int64(torch.tensor([run.peak[stage] for stage in STAGES]), world).amax(0)
             run.peak = dict(zip(STAGES, peaks.tolist(), strict=True))
             wanted = made if run.mesh == ONE and wanted is None else wanted
         if wanted is not None and not run.note:
             of_picture = BARS[torch.bfloat16 if asked.is_lossy else asked.dtype_on(device)]
-            _compare(run, made, wanted, bar_for(asked, made, device), of_picture)
+            _compare(run, made, wanted, bar_for(asked, made.answers, device), of_picture)
         told(run)
     return runs
 
 
 def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, of_picture: float) -> None:
-    """On the first rank, whose picture is kept: what is wrong on another comes to it in the steps that follow."""
+    """Forwards of all ranks, and the picture of the first one, which is kept."""
     world, distances = Axis.of_all(), torch.zeros(2, dtype=torch.float64)
+    distances[0] = farthest([made.answers.first, *made.again], [wanted.answers.first, *wanted.answers.last])
     if world.rank == 0:
-        distances[0] = made.distance_from(wanted)
-        distances[1] = nearest(made.picture, wanted.picture)
-    forward, picture = broadcast_from_first(distances, world).tolist()
+        distances[1] = farthest([[made.picture]], [[wanted.picture]])
+    forward = largest_of(distances[0].item(), world)
+    picture = broadcast_from_first(distances[1], world).item()
     run.forward, run.distance = max(forward, run.forward or 0.0), max(picture, run.distance or 0.0)
     if not (run.forward <= bar and run.distance <= of_picture):
-        run.note = f"wrong: the first forward is {run.forward:.1e} from {ONE}, the picture {run.distance:.1e}"
+        run.note = f"wrong: forwards are {run.forward:.1e} from {ONE}, the picture {run.distance:.1e}"
 
 
 @dataclass
-class _Made(FirstForwards):
-    """By one mesh: what the denoiser says first, and what comes of it."""
+class _Made:
+    """What comes of a mesh, and of its forwards; `again`, what they answer to those of one rank."""
 
+    answers: Answers = field(default_factory=Answers)
+    again: list[list[Tensor]] = field(default_factory=list)
     picture: Tensor | None = None
 
 
-def _measure(request: GenerationRequest, repeats: int, device: torch.device, run: Run, made: _Made) -> None:
+def _measure(
+    request: GenerationRequest, repeats: int, device: torch.device, run: Run, made: _Made, wanted: _Made | None
+) -> None:
     stages = StagePeaks(device)
     free(device)
     stages.begin("load")
@@ -127,7 +133,7 @@ def _measure(request: GenerationRequest, repeats: int, device: torch.device, run
     stages.end()
     run.times.setdefault("load", []).append(stages.seconds["load"])
     stages.watch(pipe)
-    made.watch(pipe)
+    made.answers.hear(pipe)
     for turn in range(repeats + 1):
         stages.seconds.clear()
         stages.begin("encode")
@@ -135,8 +141,10 @@ def _measure(request: GenerationRequest, repeats: int, device: torch.device, run
         stages.end()
         for stage in STAGES[1:] if turn else ():  # the first one warms up
             run.times.setdefault(stage, []).append(stages.seconds.get(stage, 0.0))
+        made.answers.forget_denoisers()
     run.peak = {stage: max(run.peak.get(stage, 0), stages.peaks.get(stage, (0, 0))[0]) for stage in STAGES}
     made.picture = torch.as_tensor(result.images if hasattr(result, "images") else result.frames).float().cpu()
+    made.again = (wanted or made).answers.ask(pipe)
 
 
 def runs_table(runs: Sequence[Run]) -> str:

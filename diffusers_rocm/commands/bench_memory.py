@@ -12,7 +12,9 @@ from ..distributed import is_first_rank
 from ..distributed.launching import under_torchrun
 from ..distributed.mesh import AXES
 from ..distributed.root_cause import record, unsuccessful
+from ..hooks.step_graph import WARM_UP
 from ..pipelines.generation import GenerationRequest
+from ..pipelines.model_folder import EMBEDDED_MODEL
 from ..pipelines.random_pipeline import write_flux_configs, write_random_flux
 from . import env, generate
 from .bench_output import add_output_arguments, check_output, leave
@@ -35,7 +37,7 @@ def add_parser(subparsers) -> None:
         help="first write a pipeline of FLUX.1-dev's size with random weights (34 GB) to --model, if it is not there",
     )
     add_output_arguments(memory)
-    memory.set_defaults(steps=2)
+    memory.set_defaults(steps=None)
 
 
 def check(args: argparse.Namespace) -> GenerationRequest:
@@ -49,9 +51,13 @@ def check(args: argparse.Namespace) -> GenerationRequest:
             raise ValueError(f"bench memory takes its mesh from --mesh {mesh}, or from --tp and the like")
         for name, value in parse_mesh(mesh).items():
             setattr(args, name, value)
+    if args.steps is None:
+        args.steps = WARM_UP + 2 if args.graph else 2  # so that one of them is replayed
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
     if writes:
+        if Path(args.model) == EMBEDDED_MODEL:
+            raise ValueError("--write-random-flux needs a folder to write to: --model FOLDER")
         check_writable(Path(args.model))
         write_flux_configs(Path(args.model))
     request = generate.check_request(args)  # it writes no picture

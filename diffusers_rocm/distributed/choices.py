@@ -26,7 +26,7 @@ def computes_beside(*axes: Axis) -> bool:
 
 
 def is_known(device: torch.device) -> bool:
-    """Whether a GPU is of the kind on which all of this was measured: H100 and H200, which have capability 9.0.
+    """Whether a GPU is of the kind on which all of this was measured: H100 and H200, and what has their capability.
 
     CPUs do as those, that it can be tried on them.
     """

@@ -9,6 +9,8 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from ..distributed.axis import Axis
+from ..distributed.collectives import on_all_ranks
 from .stand_in import stands_in_for
 
 
@@ -31,6 +33,7 @@ class DiskOffload(ModelHook):
     Args:
         read: makes the model anew, with its weights.
         device: where the weights are wanted; it is the model's `device` from here on.
+        together: ranks that call the model, and read it, together: where one has to, as it has decoded, all do.
 
     Raises:
         ValueError: the model has other parameters than it was read with, or changed ones; a state dict while there
@@ -39,9 +42,11 @@ class DiskOffload(ModelHook):
 
     turn: Turn | None = None
 
-    def __init__(self, model: nn.Module, read: Callable[[], nn.Module], device: torch.device):
+    def __init__(
+        self, model: nn.Module, read: Callable[[], nn.Module], device: torch.device, together: Axis | None = None
+    ):
         self.execution_device = device  # which pipelines ask for
-        self._model, self._read = model, read
+        self._model, self._read, self._together = model, read, together
         self._put: dict[int, tuple[nn.Parameter, int, torch.dtype]] | None = None  # by us; before that, it is whole
         self._here = True
         for module in model.modules():
@@ -58,7 +63,7 @@ class DiskOffload(ModelHook):
 
     @torch.compiler.disable
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
-        if not self._here:
+        if not (self._here if self._together is None else on_all_ranks(self._here, self._together)):
             self._fetch()
         return send_to_device((args, kwargs), self.execution_device)
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import psutil
 import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -22,7 +20,7 @@ from transformers import PreTrainedModel
 from ..distributed import init
 from ..distributed.agreement import agree, fail_together
 from ..distributed.axis import Axis
-from ..distributed.collectives import all_gather_int64
+from ..distributed.collectives import on_all_ranks
 from ..distributed.mesh import Axes
 from ..hooks.disk_offload import DiskOffload, Turn
 from ..loaders.load import sharded_loading
@@ -35,7 +33,8 @@ from .choices import check_choices
 from .denoisers import DENOISERS
 from .load_arguments import PASSED_ON, check_kinds, check_known, check_names, check_place, quantized_by
 from .peaks import weight_bytes
-from .text_encoders import ROOM, load_text_encoder
+from .room import host_room
+from .text_encoders import load_text_encoder
 
 
 logger = logging.get_logger(__name__)
@@ -132,7 +131,7 @@ def load_pipeline(
     def keep(name: str, component: nn.Module, read: Callable[[], nn.Module]) -> None:
         kwargs[name] = component
         if offload == "disk":
-            on_disk[name] = DiskOffload(component, read, here)
+            on_disk[name] = DiskOffload(component, read, here, axes.model if name in denoisers else None)
         if name in denoisers:
             component.enable_parallelism(config=parallel_config)
         if offload == "disk":
@@ -200,7 +199,7 @@ class _Reader:
         if name in self.quantized:
             how["quantization_config"] = self.quantized[name]
         variant = variant_in(self.folder / name, self.variant)
-        with fail_together(f"read the {cls.__name__}", self.axes.replica), sharded_loading(self.axes.tp):
+        with fail_together(f"read the {cls.__name__}", self.axes.model), sharded_loading(self.axes.tp):
             return cls.from_pretrained(self.folder, subfolder=name, variant=variant, use_safetensors=True, **how)
 
     def model(self, name: str, cls: type[ModelMixin]) -> ModelMixin:
@@ -253,14 +252,12 @@ def _past_the_host(mine: int, device: torch.device, world: Axis) -> str:
     """What `"auto"` becomes where a host has no room for `mine` bytes of each of its ranks: `"none"`, which needs it
     for one component at a time, if the devices have room for all, else `"disk"`. The same on all ranks.
     """
-    available, there = psutil.virtual_memory().available, 0
-    if device.type != "cpu":
-        there = torch.get_device_module(device).mem_get_info(device)[1]
-    by_rank = all_gather_int64(torch.tensor([mine, -available, -there]), world)
-    most, available, there = by_rank.amax(0).abs().tolist()
-    if most * int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) <= ROOM * available:
+    together, room = host_room(mine, world)
+    there = 0 if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]
+    fits = on_all_ranks(mine <= there / 2, world)
+    if together <= room:
         return "auto"
-    return "none" if most <= there / 2 else "disk"
+    return "none" if fits else "disk"
 
 
 def _take_turns(pipe: DiffusionPipeline, on_disk: Mapping[str, DiskOffload], device: torch.device) -> None:

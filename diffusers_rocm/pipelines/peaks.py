@@ -34,18 +34,11 @@ def host_peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def component_bytes(pipe: DiffusionPipeline) -> dict[str, list[int]]:
-    """Of each tensor that this rank keeps of each component's weights."""
-    return {
-        name: [part.nbytes for x in each.parameters() for part in parts(x).values()]
-        for name, each in pipe.components.items()
-        if isinstance(each, nn.Module)
-    }
-
-
 def weight_bytes(pipe: DiffusionPipeline) -> list[int]:
-    """Of each tensor that this rank keeps, of all components."""
-    return [size for each in component_bytes(pipe).values() for size in each]
+    """Of each tensor that this rank keeps of the components' weights; not of what waits on disk."""
+    modules = [each for each in pipe.components.values() if isinstance(each, nn.Module)]
+    kept = (x for each in modules for x in each.parameters() if not x.is_meta)
+    return [part.nbytes for x in kept for part in parts(x).values()]
 
 
 class StagePeaks:

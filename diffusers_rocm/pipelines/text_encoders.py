@@ -22,10 +22,7 @@ from ..loaders.text_encoder import (
 from ..loaders.whole import checkpoint_files, load_whole
 from .choices import check_choices
 from .first_rank import answer_of_first_rank
-
-
-# Of the memory that there is, weights may take this much: the rest is for what is computed, and for others.
-ROOM = 0.8
+from .room import ROOM
 
 
 def load_text_encoder(

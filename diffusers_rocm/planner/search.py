@@ -10,7 +10,7 @@ import torch
 from ..benchmarks.known_models import Size
 from ..distributed.choices import Busy
 from ..distributed.links import FAST
-from ..pipelines.text_encoders import ROOM
+from ..pipelines.room import ROOM
 from .cost import Seconds, axis_size, predict
 from .hardware import GPU, Links, to_one_neighbour
 from .rehearsal import Ledger, rehearse

@@ -17,19 +17,22 @@ import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
 from parameterized import parameterized
+from torch.utils._pytree import tree_map_only
 
-from diffusers_rocm import ParallelConfig, commands, load_pipeline
+from diffusers_rocm import ParallelConfig, commands, load_pipeline, pipelines
 from diffusers_rocm.benchmarks import memory
 from diffusers_rocm.benchmarks.memory import STAGES, measure_memory, report
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.pipelines import load
+from diffusers_rocm.hooks import step_graph
+from diffusers_rocm.hooks.step_graph import WARM_UP
+from diffusers_rocm.pipelines import load, room
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
 from diffusers_rocm.pipelines.peaks import StagePeaks
 from diffusers_rocm.pipelines.random_pipeline import FLUX_DEV, write_random_flux
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
-from ..testing_utils import relative_l2, run_ranks
-from .test_bench_generate import REQUEST
+from ..testing_utils import message_of, relative_l2, run_ranks
+from .test_bench_generate import GUIDED, REQUEST, wrong_branch
 
 
 # FLUX.1-dev, cut down in depth and width; the checkpoint has several files all the same.
@@ -53,9 +56,9 @@ def random_worker(folder: str) -> float:
 
 
 def checked_worker() -> list[dict[str, Any]]:
-    guided = replace(REQUEST, cfg=2, negative_prompt="a blue square", guidance=4.0)
-    asked = [replace(REQUEST, tp=2, steps=1), replace(REQUEST, tp=2, offload="disk"), guided]
-    return [measure_memory(each) for each in (*asked, replace(REQUEST, tp=2, quantization="int8"))]
+    asked = [replace(REQUEST, tp=2, steps=1), replace(REQUEST, tp=2, offload="disk"), replace(GUIDED, cfg=2)]
+    tiled = replace(REQUEST, ulysses=2, vae="tile", vae_tiling=True)
+    return [measure_memory(each) for each in (*asked, tiled, replace(REQUEST, tp=2, quantization="int8"))]
 
 
 def one_after_the_other_worker() -> tuple[list[int], list[bool]]:
@@ -76,15 +79,46 @@ def one_after_the_other_worker() -> tuple[list[int], list[bool]]:
     return forwards, gone
 
 
-def forgotten_sums_worker() -> tuple[dict[str, Any], str]:
-    reduce = dist.all_reduce
+def wrong_worker(what: str) -> tuple[dict[str, Any], str]:
+    """What is wrong: sums, on all ranks; a branch of guidance, on the second one; the last step; the decoder."""
+    reduce, load_of, loads = dist.all_reduce, memory.load, []
 
     def forget(x, *args, **kwargs):
         return reduce(x, *args, **kwargs) if x.ndim < 2 else None
 
-    with mock.patch.object(dist, "all_reduce", forget):
-        measured = measure_memory(replace(REQUEST, tp=2))
+    def loaded(*args, **kwargs):
+        pipe, axes = load_of(*args, **kwargs)
+        loads.append(0)
+        if what == "last step" and len(loads) == 1:
+            pipe.transformer.register_forward_hook(last_step)
+        if what == "decoder" and len(loads) == 1:
+            decode = pipe.vae.decode
+            pipe.vae.decode = lambda *args, **kwargs: nothing(decode(*args, **kwargs))
+        return pipe, axes
+
+    def last_step(module, args, output):
+        loads[0] += 1
+        return nothing(output) if loads[0] == 3 else output
+
+    asked = replace(REQUEST, tp=2, steps=3) if what != "branch" else replace(GUIDED, cfg=2)
+    broken = {"sums": mock.patch.object(dist, "all_reduce", forget), "branch": wrong_branch()}
+    with broken.get(what, nullcontext()), mock.patch.object(memory, "load", loaded):
+        measured = measure_memory(asked)
     return measured, report(measured)
+
+
+def nothing(answer: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.zeros_like, answer)
+
+
+def graph_worker(steps: int, is_right: bool) -> dict[str, Any]:
+    def record(call, *_):
+        answer = call()
+        return lambda: None, answer if is_right else nothing(answer), None
+
+    has_a_gpu = mock.Mock(wraps=torch, cuda=mock.Mock(wraps=torch.cuda, is_available=lambda: True))
+    with mock.patch.object(step_graph, "record", record), mock.patch.object(pipelines, "torch", has_a_gpu):
+        return measure_memory(replace(REQUEST, tp=2, steps=steps, graph=True))
 
 
 def no_room_worker(where: str) -> tuple[dict[str, Any], str]:
@@ -98,7 +132,7 @@ def no_room_worker(where: str) -> tuple[dict[str, Any], str]:
         return sharded_loading(tp)
 
     of_device = mock.patch.object(load, "sharded_loading", of_parts)
-    of_host = mock.patch.object(memory, "psutil", no_host) if is_last else nullcontext()
+    of_host = mock.patch.object(room, "psutil", no_host) if is_last else nullcontext()
     with of_device if where == "device" else of_host:
         measured = measure_memory(replace(REQUEST, tp=2))
     return measured, report(measured)
@@ -107,20 +141,29 @@ def no_room_worker(where: str) -> tuple[dict[str, Any], str]:
 class TestBench(unittest.TestCase):
     def test_compared_with_one_rank(self):
         for measured in run_ranks(2, checked_worker):
-            for each, bar in zip(measured, (1e-5, 1e-5, 1e-5, 3e-2), strict=True):
-                assert each["forward"] <= bar and each["wrong"] == each["unchecked"] == "", each
-            assert measured[-1]["forward"] > 1e-3  # rounded otherwise
+            for each, bar in zip(measured, (1e-5,) * 4 + (3e-2,), strict=True):
+                assert each["distance"] <= bar and each["wrong"] == each["unchecked"] == "", each
+            assert measured[-1]["distance"] > 1e-3  # rounded otherwise
+            assert measured[1]["weights"] == [0, 0], measured[1]  # they are on disk
             shown = report(measured[0])
-            assert re.search(r"\nfirst forward: relative L2 \d\.\de-0\d from one rank$", shown), shown
+            assert re.search(r"\nrelative L2 \d\.\de-0\d from one rank$", shown), shown
 
-    def test_one_rank_comes_after_and_takes_two_forwards(self):
+    def test_one_rank_comes_after_and_takes_three_forwards(self):
         for forwards, gone in run_ranks(2, one_after_the_other_worker):
-            assert forwards == [5, 2] and gone == [True], (forwards, gone)
+            assert forwards == [5, 3] and gone == [True], (forwards, gone)
 
-    def test_wrong(self):
-        for measured, shown in run_ranks(2, forgotten_sums_worker):
-            assert measured["forward"] > 0.1 and measured["peaks"] == {} and measured["unchecked"] == "", measured
-            assert re.fullmatch(r".*\nwrong: the first forward is \d\.\de[-+]0\d from one rank", shown), shown
+    @parameterized.expand(["sums", "branch", "last step", "decoder"])
+    def test_wrong(self, what):
+        for measured, shown in run_ranks(2, wrong_worker, what):
+            assert measured["distance"] > 0.05 and measured["peaks"] == {} and measured["unchecked"] == "", measured
+            assert re.fullmatch(r".*\nwrong: \d\.\de[-+]0\d from one rank", shown), shown
+
+    def test_graphs(self):
+        """As memory is that of graphs, so are answers."""
+        for measured in run_ranks(2, graph_worker, WARM_UP + 3, False):
+            assert measured["distance"] == 1 and measured["peaks"] == {}, measured
+        for raised in run_ranks(2, message_of, graph_worker, WARM_UP, True):
+            assert "no step became a graph, before which 2 of its kind go" in raised, raised
 
     def test_wrong_command(self):
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(memory, "bar_for", lambda *_: -1.0):
@@ -129,19 +172,19 @@ class TestBench(unittest.TestCase):
                 files = ["--json", str(file), "--chart", f"{folder}/memory.png"]
                 code = commands.main(["bench", "memory", "--device", "cpu", *files])
             assert json.loads(file.read_text())["peaks"] == {}
-        assert code == 1 and "wrong: the first forward is 0.0e+00 from one rank" in output.getvalue()
-        assert error.getvalue().endswith("diffusers-rocm: wrong: the first forward is 0.0e+00 from one rank\n")
+        assert code == 1 and "wrong: 0.0e+00 from one rank" in output.getvalue()
+        assert error.getvalue().endswith("diffusers-rocm: wrong: 0.0e+00 from one rank\n")
 
     @parameterized.expand(
         [
             ("device", "one rank is not run: .*no room for all of it"),
-            ("host", r"one rank is not run: 2 of them on a host need 0\.0 GiB, and it has room for 0\.0 GiB"),
+            ("host", r"one rank is not run: those of a host need 0\.0 GiB of it, and it has room for 0\.0 GiB"),
         ]
     )
     def test_unchecked(self, where, why):
         for measured, shown in run_ranks(2, no_room_worker, where):
-            assert measured["forward"] is None and measured["wrong"] == "", measured
-            assert re.search(f"\nfirst forward: unchecked: {why}$", shown), shown
+            assert measured["distance"] is None and measured["wrong"] == "", measured
+            assert re.search(f"\nunchecked: {why}$", shown), shown
             assert [*measured["peaks"]] == [*STAGES], measured
 
     def test_memory_of_the_embedded_model(self):
@@ -158,7 +201,7 @@ class TestBench(unittest.TestCase):
         # The files are in bfloat16.
         assert 1.8 * sum(sizes) < measured["weights"][0] <= 2 * sum(sizes), (measured["weights"], sizes)
         assert 0 < measured["largest_tensor"][0] < measured["weights"][0]
-        assert measured["forward"] <= 1e-5 and "\nfirst forward: relative L2 " in output.getvalue()
+        assert measured["distance"] <= 1e-5 and output.getvalue().endswith(" from one rank\n"), output.getvalue()
         assert list(measured["peaks"]) == list(STAGES)
         for stage in STAGES:
             assert measured["peaks"][stage]["device"] == [0] and measured["peaks"][stage]["host"][0] > 2**26, stage
@@ -166,6 +209,7 @@ class TestBench(unittest.TestCase):
     @parameterized.expand(
         [
             ("steps", ["--steps", "0"], "--steps must be at least 1"),
+            ("folder", ["--model", "{embedded}"], "--write-random-flux needs a folder to write to"),
             ("json", ["--json", "{folder}"], "--json .* is a folder"),
             ("prompts", ["--prompt", "a", "--prompt", "b"], "makes one picture, and 2 are asked for"),
             ("seeds", ["--seed", "1,2"], "makes one picture, and 2 are asked for: give one prompt and one seed"),
@@ -176,7 +220,7 @@ class TestBench(unittest.TestCase):
         """Before anything is written."""
         stderr = StringIO()
         with tempfile.TemporaryDirectory() as folder, redirect_stderr(stderr):
-            given = [each.format(folder=folder) for each in arguments]
+            given = [each.format(folder=folder, embedded=EMBEDDED_MODEL) for each in arguments]
             code = commands.main(["bench", "memory", "--model", f"{folder}/flux", "--write-random-flux", *given])
             assert not [*Path(folder).rglob("*.safetensors")]
         assert code == 2 and re.fullmatch(f"diffusers-rocm: .*{message}.*\n", stderr.getvalue()), stderr.getvalue()

@@ -4,7 +4,8 @@ import json
 import re
 import tempfile
 import unittest
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,7 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import FluxTransformer2DModel
 from parameterized import parameterized
+from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import commands, pipelines
 from diffusers_rocm.benchmarks import whole_run
@@ -30,6 +33,7 @@ from ..testing_utils import run_ranks
 
 
 REQUEST = GenerationRequest(str(EMBEDDED_MODEL), ("a red circle",), steps=2, height=64, width=64, device="cpu")
+GUIDED = replace(REQUEST, negative_prompt="a blue square", guidance=4.0)
 
 
 def worker() -> list[Run]:
@@ -39,8 +43,8 @@ def worker() -> list[Run]:
 def other_picture_worker() -> list[Run]:
     """The first forward is right, and what comes of it is not."""
 
-    def upside_down(request, repeats, device, run, made):
-        measure(request, repeats, device, run, made)
+    def upside_down(request, repeats, device, run, made, wanted):
+        measure(request, repeats, device, run, made, wanted)
         made.picture = made.picture if run.mesh == ONE else made.picture.flip(1)
 
     measure = whole_run._measure
@@ -58,11 +62,15 @@ def not_made_whole_worker() -> list[list[Run]]:
     return [measure_runs(each, ("tp=2", "tp=2,ulysses=1"), repeats=1) for each in asked]
 
 
-def graph_worker() -> list[Run]:
-    """Steps that are replayed, of which none calls the model's forward."""
+def graph_worker(is_right: bool) -> list[Run]:
+    """Steps that are replayed, of which none calls the model's forward; of the mesh they may answer nothing."""
+    graphs = []
 
     def record(call, *_):
         answer = call()
+        graphs.append(answer)
+        if len(graphs) > 1 and not is_right:
+            answer = tree_map_only(torch.Tensor, torch.zeros_like, answer)
         return lambda: None, answer, None
 
     has_a_gpu = mock.Mock(wraps=torch, cuda=mock.Mock(wraps=torch.cuda, is_available=lambda: True))
@@ -70,9 +78,29 @@ def graph_worker() -> list[Run]:
         return measure_runs(replace(REQUEST, steps=WARM_UP + 4, graph=True), ("tp=2",), repeats=1)
 
 
+@contextmanager
+def wrong_branch() -> Iterator[None]:
+    """The second rank of cfg=2 answers for the first one's branch, too."""
+    original = FluxTransformer2DModel.forward
+    texts: list[torch.Tensor] = []
+
+    def forward(self, *args, encoder_hidden_states, **kwargs):
+        texts.append(encoder_hidden_states)
+        if self.parallelism.axes.cfg.rank == 1:
+            encoder_hidden_states = texts[0]
+        return original(self, *args, encoder_hidden_states=encoder_hidden_states, **kwargs)
+
+    with mock.patch.object(FluxTransformer2DModel, "forward", forward):
+        yield
+
+
+def one_branch_worker(dtype: str) -> list[Run]:
+    with wrong_branch():
+        return measure_runs(replace(GUIDED, dtype=dtype), ("cfg=2",), repeats=1)
+
+
 def guidance_worker(dtype: str) -> list[Run]:
-    request = replace(REQUEST, dtype=dtype, negative_prompt="a blue square", guidance=4.0)
-    return measure_runs(request, ("cfg=2", "ulysses=2"), repeats=1)
+    return measure_runs(replace(GUIDED, dtype=dtype), ("cfg=2", "ulysses=2"), repeats=1)
 
 
 def broken_worker(where: str, dtype: str) -> tuple[list[Run], str]:
@@ -94,9 +122,9 @@ def broken_worker(where: str, dtype: str) -> tuple[list[Run], str]:
 def rounds_worker() -> tuple[list[str], list[Run]]:
     """Of which meshes it is told, in their order, where the second is wrong from the second picture on."""
 
-    def upside_down_later(request, repeats, device, run, made):
+    def upside_down_later(request, repeats, device, run, made, wanted):
         again = bool(run.times)
-        measure(request, repeats, device, run, made)
+        measure(request, repeats, device, run, made, wanted)
         if again and run.mesh == "ring=2":
             made.picture = made.picture.flip(1)
 
@@ -134,9 +162,18 @@ class TestBenchGenerate(unittest.TestCase):
 
     def test_stages_of_graphs(self):
         """A step that is replayed is a part of denoising, too."""
-        for runs in run_ranks(2, graph_worker):
+        for runs in run_ranks(2, graph_worker, True):
             for run in runs:
                 assert run.note == "" and run.times["denoise"][0] > 0, run
+
+    def test_wrong_graphs(self):
+        for one, tp in run_ranks(2, graph_worker, False):
+            assert one.note == "" and tp.forward == 1, tp
+
+    def test_wrong_on_one_rank(self):
+        """In its branch of guidance: the others', and the first forward, are right; in 16 bits the picture is near."""
+        for one, cfg in run_ranks(2, one_branch_worker, "bfloat16"):
+            assert one.note == "" and cfg.note and cfg.forward > 0.05 and cfg.distance < 0.5, cfg
 
     def test_another_picture(self):
         for one, tp in run_ranks(2, other_picture_worker):
@@ -152,7 +189,7 @@ class TestBenchGenerate(unittest.TestCase):
         for runs, shown in run_ranks(2, broken_worker, mesh, dtype):
             assert [run.note != "" for run in runs] == [False, True], runs
             line = shown.splitlines()[-1]
-            assert re.fullmatch(rf"{mesh} +wrong: the first forward is \S+ from one rank, the picture \S+", line), line
+            assert re.fullmatch(rf"{mesh} +wrong: forwards are \S+ from one rank, the picture \S+", line), line
             assert runs[1].forward > 0.1, runs
             kept = json.loads(json.dumps(runs[1].as_json(), allow_nan=False))
             assert kept["times"] == {} and kept["picture"] is None, kept

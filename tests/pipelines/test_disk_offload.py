@@ -61,6 +61,25 @@ def disk_worker(mesh: dict[str, int], options: dict[str, str], quantized: bool =
     return {"errors": errors, "seen": seen, "devices": sorted(devices), "execution": pipe._execution_device.type}
 
 
+@torch.no_grad()
+def encoded_before_worker() -> list[float]:
+    """Of two pictures in a row: between them one rank has decoded, and given up the transformer, and the other not."""
+    generator = torch.Generator().manual_seed(1)
+    embeds = {name: torch.randn(shape, generator=generator) for name, shape in ENCODED.items()}
+
+    def made(pipe: DiffusionPipeline) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(0)
+        how = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "pt"}
+        return pipe(generator=generator, **embeds, **how).images
+
+    wanted, pipe = (
+        load_pipeline(EMBEDDED_MODEL, ParallelConfig(tp=2), offload=offload, vae="first-rank")
+        for offload in ("none", "disk")
+    )
+    return [relative_l2(made(pipe), made(wanted)) for _ in range(2)]
+
+
 def check(result: dict, device: str) -> None:
     assert max(result["errors"]) <= FLOAT32_BAR, result
     assert result["seen"][0] == [] and result["seen"][-1] == ["vae"], result
@@ -85,6 +104,8 @@ def refusals_worker(folder: str) -> dict[str, str | None]:
     return messages
 
 
+# What a prompt of the embedded model is encoded as.
+ENCODED = {"prompt_embeds": (1, 16, 64), "pooled_prompt_embeds": (1, 64)}
 # What is done to a model, and whether while it has its weights.
 CHANGES = {
     "added": lambda model: model.proj_out.register_parameter("added", nn.Parameter(torch.zeros(1))),
@@ -210,6 +231,10 @@ class TestDiskOffload(unittest.TestCase):
                 result["seen"].append(["vae"])
                 result["devices"] = ["cpu"]
             check(result, "cpu")
+
+    def test_what_one_rank_has_given_up(self):
+        for errors in run_ranks(2, encoded_before_worker):
+            assert max(errors) <= FLOAT32_BAR, errors
 
     def test_quantized(self):
         pytest.importorskip("torchao")
