@@ -136,14 +136,14 @@ def memory(*names: str, also: str) -> str:
     """Peaks of the stages of a pipeline, of the rank that has the most."""
     stages = ("load", "encode", "denoise", "decode")
     runs = [read(f"memory_{name}") for name in names]
-    checked = all("forward" in run for run in runs)  # older ones are not
+    checked = all("distance" in run for run in runs)  # older ones are not
     columns = "weights", "offload", *stages, "host, at most", *["relative L2 to one rank"] * checked
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for run in runs:
         peaks = [max(run["peaks"][stage]["device"]) for stage in stages]
         peaks.append(max(size for of in run["peaks"].values() for size in of["host"]))
         figures = " | ".join(f"{peak / 2**30:.2f}" for peak in peaks)
-        figures += f" | {run['forward']:.1e}" if checked else ""
+        figures += f" | {run['distance']:.1e}" if checked else ""
         lines.append(f"| {run['request']['quantization'] or 'bf16'} | {run['request']['offload']} | {figures} |")
     command = (
         f"diffusers-rocm bench memory --write-random-flux --model FOLDER --tp {run['mesh']['tp']} --height 1024 "
