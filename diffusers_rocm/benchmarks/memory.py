@@ -112,11 +112,10 @@ def _largest_component(pipe: DiffusionPipeline, axes: Axes, device: torch.device
     """Bytes that one rank, alone, would need of its host for a component at a time; denoisers are read to devices."""
     parts = dict.fromkeys(DENOISERS, axes.tp.size)
     parts |= {name: axes.replica.size for name, mode in pipe.text_encoder_modes.items() if mode == "shard"}
-    return max(
-        sum(x.nbytes for x in each.parameters()) * parts.get(name, 1)
-        for name, each in pipe.components.items()
-        if isinstance(each, nn.Module) and (device.type == "cpu" or name not in DENOISERS)
-    )
+    of_host = {name: each for name, each in pipe.components.items() if device.type == "cpu" or name not in DENOISERS}
+    models = {name: each for name, each in of_host.items() if isinstance(each, nn.Module)}
+    sizes = (sum(x.nbytes for x in each.parameters()) * parts.get(name, 1) for name, each in models.items())
+    return max(sizes, default=0)
 
 
 @dataclass

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from ..benchmarks.collective_calls import collective_calls
 from ..benchmarks.known_models import KnownModel, Size, cannot_be_had, inputs, kept_in_float32
 from ..distributed import choices
-from ..distributed.choices import Busy
+from ..distributed.choices import Busy, is_known
 from ..distributed.mesh import AXES
 from ..hooks import step_graph
 from ..models import modeling_utils
@@ -165,7 +165,7 @@ def ranks_that_are_not_there(world: int, slow_links: bool = False) -> Iterator[N
         answers = {
             "_weights_differ": lambda *_: False,
             "links_are_slow": lambda axis: slow_links and axis.size > 1,
-            "gpus_of": lambda _: (None, False),
+            "gpus_of": lambda axis: (None, is_known(axis.device)),
         }
         hosts = mock.patch.object(step_graph, "of_hosts", lambda axis: replace(axis, device=torch.device("cpu")))
         with mock.patch.multiple(modeling_utils, **answers), hosts:

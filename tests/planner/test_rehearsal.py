@@ -158,6 +158,14 @@ class TestRehearsal(unittest.TestCase):
             hosts = step_graph.of_hosts(axis)
             assert all_gather_int64(torch.tensor([3, 5]), hosts).tolist() == [[3, 5]] * 4
 
+    @parameterized.expand([True, False])
+    def test_gpus_of_ranks_that_are_not_there(self, known):
+        """Are of this one's kind, by which a rank by itself computes as it does beside others."""
+        with ranks_that_are_not_there(2), mock.patch.object(rehearsal, "is_known", lambda device: known):
+            model = build(FLUX, TINY["flux"] | {"num_attention_heads": 4}, torch.device("cpu"), torch.float32)
+            model.enable_parallelism(config=ParallelConfig(ulysses=2))
+            assert model.parallelism.axes.ulysses.known_gpus is known
+
 
 if __name__ == "__main__":
     unittest.main()
