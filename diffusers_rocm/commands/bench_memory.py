@@ -56,7 +56,7 @@ def check(args: argparse.Namespace) -> GenerationRequest:
     args.prompt = args.prompt or ([] if args.prompts_file else ["a red bicycle"])
     writes = args.write_random_flux and not under_torchrun()  # once, before there are ranks
     if writes:
-        if Path(args.model) == EMBEDDED_MODEL:
+        if Path(args.model).resolve() == EMBEDDED_MODEL.resolve():
             raise ValueError("--write-random-flux needs a folder to write to: --model FOLDER")
         check_writable(Path(args.model))
         write_flux_configs(Path(args.model))
