@@ -102,12 +102,12 @@ def measure_runs(
 
 def _compare(run: Run, made: "_Made", wanted: "_Made", bar: float, of_picture: float) -> None:
     """Forwards of all ranks, and the picture of the first one, which is kept."""
-    world, distances = Axis.of_all(), torch.zeros(2, dtype=torch.float64)
-    distances[0] = farthest([made.answers.first, *made.again], [wanted.answers.first, *wanted.answers.last])
+    world, apart = Axis.of_all(), torch.zeros((), dtype=torch.float64)
+    forwards = [made.answers.first, *made.again], [wanted.answers.first, *wanted.answers.last]
+    forward = largest_of(farthest(*forwards), world)
     if world.rank == 0:
-        distances[1] = farthest([[made.picture]], [[wanted.picture]])
-    forward = largest_of(distances[0].item(), world)
-    picture = broadcast_from_first(distances[1], world).item()
+        apart.fill_(farthest([[made.picture]], [[wanted.picture]]))
+    picture = broadcast_from_first(apart, world).item()
     run.forward, run.distance = max(forward, run.forward or 0.0), max(picture, run.distance or 0.0)
     if not (run.forward <= bar and run.distance <= of_picture):
         run.note = f"wrong: forwards are {run.forward:.1e} from {ONE}, the picture {run.distance:.1e}"
@@ -144,7 +144,7 @@ def _measure(
         made.answers.forget_denoisers()
     run.peak = {stage: max(run.peak.get(stage, 0), stages.peaks.get(stage, (0, 0))[0]) for stage in STAGES}
     made.picture = torch.as_tensor(result.images if hasattr(result, "images") else result.frames).float().cpu()
-    made.again = (wanted or made).answers.ask(pipe)
+    made.again = wanted.answers.ask(pipe) if wanted is not None else made.answers.last
 
 
 def runs_table(runs: Sequence[Run]) -> str:

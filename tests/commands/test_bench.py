@@ -17,13 +17,11 @@ import torch
 import torch.distributed as dist
 from diffusers import FluxPipeline
 from parameterized import parameterized
-from torch.utils._pytree import tree_map_only
 
-from diffusers_rocm import ParallelConfig, commands, load_pipeline, pipelines
+from diffusers_rocm import ParallelConfig, commands, load_pipeline
 from diffusers_rocm.benchmarks import memory
 from diffusers_rocm.benchmarks.memory import STAGES, measure_memory, report
 from diffusers_rocm.distributed.axis import Axis
-from diffusers_rocm.hooks import step_graph
 from diffusers_rocm.hooks.step_graph import WARM_UP
 from diffusers_rocm.pipelines import load, room
 from diffusers_rocm.pipelines.model_folder import EMBEDDED_MODEL
@@ -32,7 +30,7 @@ from diffusers_rocm.pipelines.random_pipeline import FLUX_DEV, write_random_flux
 from diffusers_rocm.registration import DTYPE_ARGUMENT
 
 from ..testing_utils import message_of, relative_l2, run_ranks
-from .test_bench_generate import GUIDED, REQUEST, wrong_branch
+from .test_bench_generate import GUIDED, REQUEST, nothing, recorded, wrong_branch
 
 
 # FLUX.1-dev, cut down in depth and width; the checkpoint has several files all the same.
@@ -80,7 +78,7 @@ def one_after_the_other_worker() -> tuple[list[int], list[bool]]:
 
 
 def wrong_worker(what: str) -> tuple[dict[str, Any], str]:
-    """What is wrong: sums, on all ranks; a branch of guidance, on the second one; the last step; the decoder."""
+    """What is wrong: sums, on all ranks; a branch of guidance, or the last step, on the second; the decoder."""
     reduce, load_of, loads = dist.all_reduce, memory.load, []
 
     def forget(x, *args, **kwargs):
@@ -89,7 +87,7 @@ def wrong_worker(what: str) -> tuple[dict[str, Any], str]:
     def loaded(*args, **kwargs):
         pipe, axes = load_of(*args, **kwargs)
         loads.append(0)
-        if what == "last step" and len(loads) == 1:
+        if what == "last step" and len(loads) == 1 and dist.get_rank() == 1:
             pipe.transformer.register_forward_hook(last_step)
         if what == "decoder" and len(loads) == 1:
             decode = pipe.vae.decode
@@ -107,17 +105,8 @@ def wrong_worker(what: str) -> tuple[dict[str, Any], str]:
     return measured, report(measured)
 
 
-def nothing(answer: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.zeros_like, answer)
-
-
 def graph_worker(steps: int, is_right: bool) -> dict[str, Any]:
-    def record(call, *_):
-        answer = call()
-        return lambda: None, answer if is_right else nothing(answer), None
-
-    has_a_gpu = mock.Mock(wraps=torch, cuda=mock.Mock(wraps=torch.cuda, is_available=lambda: True))
-    with mock.patch.object(step_graph, "record", record), mock.patch.object(pipelines, "torch", has_a_gpu):
+    with recorded(lambda answer: answer if is_right else nothing(answer)):
         return measure_memory(replace(REQUEST, tp=2, steps=steps, graph=True))
 
 

@@ -4,11 +4,12 @@ import json
 import re
 import tempfile
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -62,19 +63,31 @@ def not_made_whole_worker() -> list[list[Run]]:
     return [measure_runs(each, ("tp=2", "tp=2,ulysses=1"), repeats=1) for each in asked]
 
 
-def graph_worker(is_right: bool) -> list[Run]:
-    """Steps that are replayed, of which none calls the model's forward; of the mesh they may answer nothing."""
-    graphs = []
+@contextmanager
+def recorded(replayed: Callable[[Any], Any]) -> Iterator[None]:
+    """Steps that are graphs, as if on a GPU, and call no forward: what they answer is `replayed` of an answer."""
 
     def record(call, *_):
-        answer = call()
-        graphs.append(answer)
-        if len(graphs) > 1 and not is_right:
-            answer = tree_map_only(torch.Tensor, torch.zeros_like, answer)
-        return lambda: None, answer, None
+        return lambda: None, replayed(call()), None
 
     has_a_gpu = mock.Mock(wraps=torch, cuda=mock.Mock(wraps=torch.cuda, is_available=lambda: True))
     with mock.patch.object(step_graph, "record", record), mock.patch.object(pipelines, "torch", has_a_gpu):
+        yield
+
+
+def nothing(answer: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.zeros_like, answer)
+
+
+def graph_worker(is_right: bool) -> list[Run]:
+    """The mesh's graph, which is the second one, may answer nothing."""
+    graphs = []
+
+    def replayed(answer):
+        graphs.append(answer)
+        return answer if is_right or len(graphs) == 1 else nothing(answer)
+
+    with recorded(replayed):
         return measure_runs(replace(REQUEST, steps=WARM_UP + 4, graph=True), ("tp=2",), repeats=1)
 
 
