@@ -175,7 +175,8 @@ def loading(name: str) -> str:
     ran = (
         f"`diffusers-rocm bench memory --write-random-flux --model FOLDER --tp {run['mesh']['tp']} --device cpu "
         "--dtype bfloat16 --height 128 --width 128 --max-sequence-length 64 --steps 1 --text-encoders shard "
-        f"--vae first-rank --offload none`; torch {versions['torch']}, diffusers {versions['diffusers']} "
+        f"--vae first-rank --offload none`; relative L2 to one rank {run['distance']:.1e}, torch {versions['torch']}, "
+        f"diffusers {versions['diffusers']} "
         f"(`memory_{name}.json` in docs/benchmarks)."
     )
     return "\n".join([*lines, "", ran])
@@ -200,6 +201,21 @@ def steps(name: str, modes: tuple[str, ...] = ()) -> str:
             figures = f"{times} | {row['speedup']:.2f}x | {peak:.2f} | {row['distance']:.1e}"
         lines.append(f"| {row['name']} | {row['mode']} | {figures} |")
     return "\n".join([*lines, "", ran_on(run, name)])
+
+
+def messages() -> str:
+    """Steps with one message an attention for queries, keys and values, and with three."""
+    links = {"NVLink": "2xh200", "P2P off": "2xh200_p2p_off"}
+    lines = ["| links | mode | one message | three |", "|---|---|---|---|"]
+    for name, where in links.items():
+        one, three = (read(f"step_flux_{count}_{where}")["rows"] for count in ("one_message", "three_messages"))
+        for row, other in zip(one, three, strict=True):
+            if row["name"] != "one rank":
+                lines.append(f"| {name} | {row['mode']} | {row['ms']:.1f} | {other['ms']:.1f} |")
+    names = "step_flux_one_message_2xh200", "step_flux_three_messages_2xh200"
+    return "\n".join(
+        [*lines, "", ran_on(read(names[0]), names[0]), f"The others: `{names[1]}.json`, `*_p2p_off.json`."]
+    )
 
 
 def ran_on(run: dict, file: str) -> str:
@@ -343,6 +359,7 @@ TABLES = {
     ),
     "ways_to_attend": ways_to_attend,
     "side_by_side": side_by_side,
+    "messages": messages,
     "sent_in_a_step": sent_in_a_step,
     "alone_flux_1024": lambda: alone("alone_flux_1024_1xh200"),
     "alone_flux_1024_eager": lambda: alone("alone_flux_1024_eager_1xh100"),
@@ -372,7 +389,10 @@ TABLES = {
     "generate_flux_2xh200": lambda: pictures("generate_flux_2xh200"),
     "step_qwen_image": lambda: steps("step_qwen_image_2xh100", ("compile",)),
     "loading": lambda: loading("load_bf16_cpu"),
-    "memory_disk": lambda: memory("bf16_2xh200", "bf16_disk_2xh200", also="`--offload disk`"),
+    "memory_two_ranks": lambda: memory(
+        *(f"{name}_2xh200" for name in ("bf16", "bf16_disk", "int8", "int8_group")),
+        also="`--offload disk`, with `--quantization int8`, and with that and `--offload group`",
+    ),
 }
 
 
