@@ -86,7 +86,9 @@ NEAR = (
 
 def two_machines() -> str:
     """How far what is met and missed by little differs between machines."""
-    columns = "over one GPU", "aim", "in the table", "of least times", "on another machine", "of least times"
+    columns = ["over one GPU", "aim"]
+    for where in ("in the table", "on another machine"):
+        columns += [where, "of least times", "the others' best"]
     lines, ran = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"], []
     for shown, file, above, below, aim in NEAR:
         cells = []
@@ -95,6 +97,10 @@ def two_machines() -> str:
             for of in (statistics.median, min):
                 ratio = of(times[above]) / of(times[below])
                 cells.append(f"{ratio:.2f}x" if aim.endswith("x") else f"{ratio:.3f}")
+            others = [
+                statistics.median(times[way]) for peer in PEERS for way in ways(f"{peer} {below}") if way in times
+            ]
+            cells.append(f"{statistics.median(times[above]) / min(others):.2f}x" if others else "-")
         lines.append(f"| {shown} | {aim} | {' | '.join(cells)} |")
         ran += [f"`{name}.json`" for name in (file, f"{file}_once") if f"`{name}.json`" not in ran]
     return "\n".join([*lines, "", f"4 x NVIDIA H200, by the commands in {', '.join(ran)} (`docs/benchmarks/`)."])

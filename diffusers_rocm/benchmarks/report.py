@@ -15,6 +15,7 @@ from .step import ONE, Row, StepRequest
 
 GIB = 2**30
 BLANK_LINE = "\n\n"
+OF_8_BITS = f"\nof 8 bits: sums of fewer than {COMPRESSED_FROM} elements stay exact"
 
 
 def where(environment: Mapping[str, Any], world: int, device: str | None) -> str:
@@ -46,7 +47,7 @@ def header(request: StepRequest, environment: Mapping[str, Any], world: int) -> 
 def how(request: StepRequest) -> str:
     """What the figures of a step are."""
     lossy = any(word in mesh for mesh in request.meshes for word in COMMUNICATION)
-    besides = f"\nof 8 bits: sums of fewer than {COMPRESSED_FROM} elements stay exact" if lossy else ""
+    besides = OF_8_BITS * lossy
     if lossy and not request.in_float32:
         by = f"{'--dtype bfloat16 ' if request.dtype == 'float32' else ''}--float32-reference"
         besides += f"; they are checked more closely by {by}"

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -237,7 +237,8 @@ class _Runner:
         self._request, self._device, self._clock = request, device, Clock(device)
         self._known = KNOWN_MODELS[request.model]
         self._dtype = getattr(torch, request.dtype)
-        self._world = Axis.of_all()
+        # On the host: a message that waits on a GPU takes time from the one process that has all of them.
+        self._world = replace(Axis.of_all(), device=torch.device("cpu"))
         self._wanted: Tensor | None = None
         self._blocks = 0
         self._from_float32: dict[str, float] = {}  # mode -> one rank's own distance

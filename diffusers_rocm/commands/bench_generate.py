@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks.report import Bar, where
+from ..benchmarks.report import OF_8_BITS, Bar, where
 from ..benchmarks.step import check_meshes, each_mesh, parse_mesh
 from ..benchmarks.whole_run import Run, measure_runs, runs_table
 from ..distributed import is_first_rank
+from ..distributed.compression import EXACT
 from ..distributed.mesh import AXES
 from ..distributed.root_cause import record, unsuccessful
 from ..pipelines.generation import GenerationRequest
@@ -93,11 +94,12 @@ def measure(request: RunsRequest, args: argparse.Namespace, argv: list[str]) -> 
     if not is_first_rank():
         return 0
     world = check_meshes(request.meshes)
+    lossy = any("communication" in parse_mesh(mesh) for mesh in request.meshes) or picture.communication != EXACT
     heading = "\n".join(
         [
             f"{Path(picture.model).name}, {picture.described()}",
             where(environment(), world, picture.device),
-            f"seconds: median of {request.repeats} in each of {request.rounds} round(s)",
+            f"seconds: median of {request.repeats} in each of {request.rounds} round(s){OF_8_BITS * lossy}",
         ]
     )
     bars = [Bar(run.mesh, run.picture, f"{run.picture:.3f}", times=run.pictures) for run in runs if not run.note]

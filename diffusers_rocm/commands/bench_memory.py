@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from ..benchmarks.memory import measure_memory, report
-from ..benchmarks.report import Bar, where
+from ..benchmarks.report import OF_8_BITS, Bar, where
 from ..benchmarks.step import parse_mesh
 from ..distributed import is_first_rank
+from ..distributed.compression import EXACT
 from ..distributed.launching import under_torchrun
 from ..distributed.mesh import AXES
 from ..distributed.root_cause import record, unsuccessful
@@ -78,6 +79,7 @@ def measure(request: GenerationRequest, args: argparse.Namespace, argv: list[str
     environment = env.collect()
     what, peaks = report(measured).split("\n", 1)
     heading = f"{what}\n{request.described()}\n{where(environment, len(measured['weights']), request.device)}"
+    heading += OF_8_BITS * (request.communication != EXACT)
     kind = "host" if measured["device"] == "CPU" else "device"
     most = {stage: max(of[kind]) / 2**30 for stage, of in measured["peaks"].items()}
     bars = [Bar(stage, value, f"{value:.2f}") for stage, value in most.items()]

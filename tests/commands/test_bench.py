@@ -21,6 +21,7 @@ from parameterized import parameterized
 from diffusers_rocm import ParallelConfig, commands, load_pipeline
 from diffusers_rocm.benchmarks import memory
 from diffusers_rocm.benchmarks.memory import STAGES, measure_memory, report
+from diffusers_rocm.benchmarks.report import OF_8_BITS
 from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.hooks.step_graph import WARM_UP
 from diffusers_rocm.pipelines import load, room
@@ -181,10 +182,12 @@ class TestBench(unittest.TestCase):
             file = Path(folder, "made", "memory.json")
             output = StringIO()
             with redirect_stdout(output):
-                code = commands.main(["bench", "memory", "--json", str(file), "--chart", f"{folder}/memory.png"])
+                kept = ["--json", str(file), "--chart", f"{folder}/memory.png"]
+                code = commands.main(["bench", "memory", "--communication", "int8", *kept])
             measured = json.loads(file.read_text())
             assert Path(folder, "memory.png").stat().st_size > 1000
         assert code == 0 and "one rank on CPU: peak GiB" in output.getvalue() and ", torch " in output.getvalue()
+        assert f"{OF_8_BITS}\n" in output.getvalue()
         assert re.search(r"\nweights  kept +\d\.\d\d   largest tensor +\d\.\d\d\n", output.getvalue())
         sizes = [file.stat().st_size for file in EMBEDDED_MODEL.rglob("*.safetensors")]
         # The files are in bfloat16.

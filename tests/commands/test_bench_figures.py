@@ -7,6 +7,7 @@ from io import StringIO
 from typing import Any
 from unittest import mock
 
+import torch
 from parameterized import parameterized
 
 from diffusers_rocm import commands
@@ -16,6 +17,7 @@ from diffusers_rocm.benchmarks.report import how, table
 from diffusers_rocm.benchmarks.step import ONE, Row, measure_step
 from diffusers_rocm.benchmarks.whole_run import STAGES, Run, runs_table
 from diffusers_rocm.commands import bench_memory, bench_step
+from diffusers_rocm.distributed.axis import Axis
 from diffusers_rocm.distributed.collectives import COMPRESSED_FROM
 from diffusers_rocm.hooks import step_graph
 
@@ -96,6 +98,13 @@ class TestBenchFigures(unittest.TestCase):
         for rows in run_ranks(2, never_captured_worker):
             for row in rows:
                 assert (row.note, row.milliseconds) == ("not run: RuntimeError: its steps became no graph", []), row
+
+    def test_ranks_wait_on_the_host(self):
+        """While one process has all GPUs, a message of another that waits on one of them is what would be timed."""
+        on_gpus = replace(Axis.single("world"), size=2, device=torch.device("cuda"))
+        with mock.patch.object(Axis, "of_all", lambda: on_gpus):
+            runner = step._Runner(request("tp=2"), torch.device("cpu"))
+        assert runner._world == replace(on_gpus, device=torch.device("cpu"))
 
     def test_how_closely_8_bits_are_checked(self):
         exact = f"\nof 8 bits: sums of fewer than {COMPRESSED_FROM} elements stay exact"

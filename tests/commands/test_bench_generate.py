@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from diffusers_rocm import commands, pipelines
 from diffusers_rocm.benchmarks import whole_run
+from diffusers_rocm.benchmarks.report import OF_8_BITS
 from diffusers_rocm.benchmarks.step import ONE
 from diffusers_rocm.benchmarks.whole_run import STAGES, Run, measure_runs, runs_table
 from diffusers_rocm.distributed.mesh import AXES
@@ -211,22 +212,24 @@ class TestBenchGenerate(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             output, file = StringIO(), Path(folder, "made", "runs.json")
             with redirect_stdout(output), redirect_stderr(StringIO()):
-                meshes = ["--mesh", "tp=1", " tp=1", "--mesh", "ring=1"]
+                meshes = ["--mesh", "tp=1", " tp=1", "--mesh", "ring=1,int8"]
                 code = commands.main(
                     ["bench", "generate", *meshes, "--repeats", "2", "--rounds", "1", "--json", str(file)]
                 )
             kept = json.loads(file.read_text())
         rows, asked = kept["rows"], kept["request"]
-        assert asked["meshes"] == ["tp=1", "ring=1"] and asked["repeats"] == 2 and not asked.keys() & set(AXES), asked
-        assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1", "ring=1"]
+        assert asked["meshes"] == ["tp=1", "ring=1,int8"] and asked["repeats"] == 2, asked
+        assert not asked.keys() & set(AXES), asked
+        assert code == 0 and [row["mesh"] for row in rows] == [ONE, "tp=1", "ring=1,int8"]
         for row in rows:
             both = [sum(row["times"][stage][turn] for stage in STAGES[1:]) for turn in range(2)]
             assert row["picture"] == pytest.approx(sum(both) / 2) and len(row["times"]["load"]) == 1
-        what, where, how, head, one, *_ = output.getvalue().splitlines()
+        what, where, how, rounded, head, one, *_ = output.getvalue().splitlines()
         assert (
             what.startswith("tiny-flux-shapes, ")
             and "on CPU" in where
             and how == "seconds: median of 2 in each of 1 round(s)"
+            and rounded == OF_8_BITS.strip()
         )
         words = [*STAGES, "picture", "(least", "to", "most)", "L2:", "forward", "picture"]
         assert head.split() == ["seconds", *words] and re.search(r"\(\S+ to \S+\) +1.00x", one), output.getvalue()
