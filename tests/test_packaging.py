@@ -8,7 +8,6 @@ import shutil
 import site
 import subprocess
 import sys
-import tarfile
 import tempfile
 import unittest
 import venv
@@ -60,8 +59,7 @@ class TestPackaging(unittest.TestCase):
             sdist, wheel = build(source, "sdist", folder), build(source, "wheel", folder)
             assert max(sdist.stat().st_size, wheel.stat().st_size) < MOST
 
-            with tarfile.open(sdist) as archive:
-                archive.extractall(folder / "unpacked", filter="data")
+            shutil.unpack_archive(sdist, folder / "unpacked")
             (unpacked,) = (folder / "unpacked").iterdir()
             from_sdist = build(unpacked, "wheel", folder / "unpacked")
             files = {str(each.relative_to(ROOT)) for each in PACKAGE.rglob("*") if each.is_file()}

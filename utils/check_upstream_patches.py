@@ -19,7 +19,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,8 +88,7 @@ def download(version: str, folder: Path) -> Path:
 
 def unpack(sdist: Path, folder: Path) -> Path:
     """A tree in a repository of its own, so that `git apply` sees no other."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(sdist, folder)
     (tree,) = folder.iterdir()
     subprocess.run(["git", "init", "--quiet", str(tree)], check=True)
     return tree
