@@ -88,7 +88,7 @@ def download(version: str, folder: Path) -> Path:
 
 def unpack(sdist: Path, folder: Path) -> Path:
     """A tree in a repository of its own, so that `git apply` sees no other."""
-    shutil.unpack_archive(sdist, folder)
+    subprocess.run(["tar", "-xzf", str(sdist), "-C", str(folder)], check=True)  # which leaves no path out of it
     (tree,) = folder.iterdir()
     subprocess.run(["git", "init", "--quiet", str(tree)], check=True)
     return tree
